@@ -1,0 +1,40 @@
+"""Plate-amortized variational inference for NumPyro models of large populations."""
+
+from pavi import baselines
+from pavi.api import Fit, fit, load
+from pavi.encodings import FreeEncodings
+from pavi.errors import DataError, LoadError, ModelError, PaviError, SettingError, TrainingError
+from pavi.families import PAVI
+from pavi.flows import MAF, Affine, Flow, PointMass, Spline
+from pavi.posterior import Posterior
+from pavi.template import Plate, Site, Template
+from pavi.tracing import read_template
+from pavi.train import Stop
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MAF",
+    "PAVI",
+    "Affine",
+    "DataError",
+    "Fit",
+    "Flow",
+    "FreeEncodings",
+    "LoadError",
+    "ModelError",
+    "PaviError",
+    "Plate",
+    "PointMass",
+    "Posterior",
+    "SettingError",
+    "Site",
+    "Spline",
+    "Stop",
+    "Template",
+    "TrainingError",
+    "baselines",
+    "fit",
+    "load",
+    "read_template",
+]

@@ -1,0 +1,263 @@
+"""The cascade: one run of the user's model that draws from q and scores both p and q (`eq:q_full`, `eq:q_stoc`).
+
+The cascading family is the prior run forward with a flow after each latent draw, so a single execution of the model
+under one NumPyro `Messenger` does everything. The model is shown **one member of each plate**; plates become `vmap`
+axes outside, one per plate, so that a value is computed once per member of its own level and no more. Random keys
+are folded with the member's index in the study, so a member's draw does not depend on who else was looked at: a
+slice of a posterior equals the same slice of the whole, and the reduced ELBO can be compared term by term.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+from numpyro.distributions.transforms import Transform, biject_to
+from numpyro.handlers import seed
+from numpyro.primitives import Messenger
+
+from pavi.branch import Branch
+from pavi.template import Kind, Level, Site, Template
+from pavi.tracing import Message, show_member
+
+
+class Hashable:
+    """Compares a tree without arrays by its structure and leaves (by identity where a leaf cannot be compared)."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def _key(self) -> tuple:
+        leaves, structure = jax.tree.flatten(self.value)
+        return structure, tuple(leaf if leaf.__hash__ else id(leaf) for leaf in leaves)
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Hashable) and self._key() == other._key()
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """The unchanging part of a problem: a model, its template, and those of its arguments that are not arrays.
+
+    Hashable, so that compiled functions are found again for the same model and shapes.
+    """
+
+    model: Callable
+    template: Template
+    static: Hashable
+
+    def run(self, arrays: Any) -> None:
+        args, kwargs = eqx.combine(arrays, self.static.value)
+        self.model(*args, **kwargs)
+
+
+class Prior(NamedTuple):
+    """A site's conditional prior for one member, seen in unconstrained space as a flat vector."""
+
+    fn: dist.Distribution
+    transform: Transform
+
+    @classmethod
+    def of(cls, fn: dist.Distribution) -> Prior:
+        return cls(fn, biject_to(fn.support))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.fn.batch_shape, *self.transform.inverse_shape(self.fn.event_shape))
+
+    def draw(self, key: PRNGKeyArray) -> Float[Array, " size"]:
+        drawn = self.transform.inv(self.fn.sample(key)).reshape(-1)
+        # A draw that rounds onto the edge of its support has no finite image.
+        return jnp.where(jnp.isfinite(drawn), drawn, 0.0)
+
+    def constrain(self, value: Float[Array, " size"]) -> tuple[Array, Float[Array, ""]]:
+        """The value in its own space and log |d value / d unconstrained|."""
+        inner = value.reshape(self.shape)
+        outer = self.transform(inner)
+        return outer, self.transform.log_abs_det_jacobian(inner, outer).sum()
+
+    def log_prob(self, value: Float[Array, " size"]) -> Float[Array, ""]:
+        """Log-density over unconstrained space."""
+        outer, log_det = self.constrain(value)
+        return self.fn.log_prob(outer).sum() + log_det
+
+
+class Draw(NamedTuple):
+    """One member's latent: its unconstrained value and log q there; None for a point mass, which has no density."""
+
+    value: Float[Array, " size"]
+    log_q: Float[Array, ""] | None
+
+
+class Sampler(Protocol):
+    """Draws one latent of one member, given what was drawn before (unconstrained values by site)."""
+
+    def __call__(
+        self, site: Site, prior: Prior, encoding: Array | None, given: Mapping[str, Array], key: PRNGKeyArray
+    ) -> Draw: ...
+
+
+class Pass(NamedTuple):
+    """What a cascade found, by site: values, log p and log q, with an axis for each plate of the site's level."""
+
+    values: dict[str, Array]
+    unconstrained: dict[str, Array]
+    log_p: dict[str, Array]
+    log_q: dict[str, Array]
+
+
+class _Cascade(Messenger):
+    def __init__(
+        self,
+        template: Template,
+        sampler: Sampler,
+        encodings: Mapping[Level, Array],
+        indices: Mapping[str, Int[Array, ""]],
+        data: Mapping[str, Array],
+        key: PRNGKeyArray,
+        predict: bool,
+    ):
+        super().__init__()
+        self.template, self.sampler, self.encodings = template, sampler, encodings
+        self.indices, self.data, self.key, self.predict = indices, data, key, predict
+        self.sites = {site.name: (k, site) for k, site in enumerate(template.sites)}
+        self.found = Pass({}, {}, {}, {})
+
+    def process_message(self, msg: Message) -> None:
+        if msg["type"] == "plate":
+            show_member(msg, self.indices[msg["name"]])
+        elif msg["type"] == "sample":
+            _, site = self.sites[msg["name"]]
+            if site.kind is Kind.LATENT:
+                self._latent(site, msg)
+            else:
+                self._observed(site, msg)
+            msg["is_observed"] = True
+
+    def postprocess_message(self, msg: Message) -> None:
+        if msg["type"] == "deterministic" and msg["name"] in self.sites:
+            _, site = self.sites[msg["name"]]
+            self.found.values[site.name] = jnp.asarray(msg["value"]).reshape(site.member_shape)
+
+    def _key(self, site: Site) -> PRNGKeyArray:
+        key = jax.random.fold_in(self.key, self.sites[site.name][0])
+        for plate in site.level:
+            key = jax.random.fold_in(key, self.indices[plate])
+        return key
+
+    def _latent(self, site: Site, msg: Message) -> None:
+        fn, counts = _unmasked(msg["fn"])
+        prior = Prior.of(fn)
+        drawn, log_q = self.sampler(site, prior, self.encodings.get(site.level), self.found.unconstrained, self._key(site))
+        value, log_det = prior.constrain(drawn)
+        log_p = _scaled(fn.log_prob(value), self._scale(site, msg))
+        self.found.values[site.name] = value.reshape(site.member_shape)
+        self.found.unconstrained[site.name] = drawn
+        # A member whose prior the model masks out counts in neither sum.
+        self.found.log_p[site.name] = jnp.where(counts, log_p, 0.0)
+        self.found.log_q[site.name] = jnp.where(counts, jnp.zeros(()) if log_q is None else log_q - log_det, 0.0)
+        msg["value"] = value
+
+    def _observed(self, site: Site, msg: Message) -> None:
+        fn = msg["fn"]
+        if site.kind is Kind.OBSERVED:
+            if self.predict:
+                value = fn.sample(self._key(site))
+            else:
+                value = self.data[site.name].reshape(fn.shape())
+            msg["value"] = value
+            self.found.values[site.name] = value.reshape(site.member_shape)
+        self.found.log_p[site.name] = _scaled(fn.log_prob(msg["value"]), self._scale(site, msg))
+
+    def _scale(self, site: Site, msg: Message) -> Any:
+        """The model's own `handlers.scale`, without the factor of each plate for the members it does not show."""
+        scale = msg["scale"]
+        if scale is None:
+            return None
+        for plate in site.level:
+            scale = scale / self.template.plate(plate).size
+        return scale
+
+
+def _scaled(log_prob: Array, scale: Any) -> Float[Array, ""]:
+    return (log_prob if scale is None else log_prob * scale).sum()
+
+
+def _unmasked(fn: dist.Distribution) -> tuple[dist.Distribution, Any]:
+    """A latent's prior without `handlers.mask`, and whether the member counts.
+
+    A mask that differs within one member cannot remove part of its joint density; the prior then stays on the
+    masked numbers, whose posterior is the prior, which adds nothing to the ELBO either.
+    """
+    counts: Any = True
+    while isinstance(fn, dist.MaskedDistribution):
+        mask = jnp.asarray(fn._mask)
+        if mask.size == 1:
+            counts = counts & mask.reshape(())
+        fn = fn.base_dist.expand(fn.batch_shape)
+    return fn, counts
+
+
+def cascade(
+    study: Study,
+    arrays: Any,
+    sampler: Sampler,
+    encodings: Mapping[Level, Array],
+    branch: Branch,
+    data: Mapping[str, Array],
+    key: PRNGKeyArray,
+    *,
+    predict: bool = False,
+) -> Pass:
+    """Runs the model over a branch.
+
+    Args:
+        arrays: the array part of the model's arguments.
+        encodings: per level, encodings of the branch's members, an axis for each plate of the level in front.
+        data: per observed site, its values at the branch's members, laid out the same way.
+        predict: draw the observed sites instead of taking their data.
+    """
+    template = study.template
+
+    def member(encodings: dict, indices: dict, data: dict) -> Pass:
+        handler = _Cascade(template, sampler, encodings, indices, data, key, predict)
+        with seed(rng_seed=key), handler:
+            study.run(arrays)
+        return handler.found
+
+    run: Callable[..., Pass] = member
+    for plate in reversed(template.plates):
+        run = _over_plate(run, template, plate.name)
+    return run(dict(encodings), dict(branch.indices), dict(data))
+
+
+def _over_plate(run: Callable[..., Pass], template: Template, plate: str) -> Callable[..., Pass]:
+    """Maps a run over one plate: what lives in the plate gets an axis, what does not is computed once."""
+
+    def axis(level: Level) -> int | None:
+        return 0 if plate in level else None
+
+    levels = {site.name: site.level for site in template.sites}
+
+    def mapped(encodings: dict, indices: dict, data: dict) -> Pass:
+        in_axes = (
+            {level: axis(level) for level in encodings},
+            {name: axis((name,)) for name in indices},
+            {name: axis(levels[name]) for name in data},
+        )
+        latents = {site.name: axis(site.level) for site in template.latents}
+        scored = {site.name: axis(site.level) for site in template.sites if site.kind is not Kind.DETERMINISTIC}
+        valued = {site.name: axis(site.level) for site in template.sites if site.kind is not Kind.FACTOR}
+        out_axes = Pass(valued, latents, scored, latents)
+        return jax.vmap(run, in_axes=in_axes, out_axes=out_axes)(encodings, indices, data)
+
+    return mapped

@@ -1,0 +1,127 @@
+"""The observed arrays: checked against the template, and laid out so that a branch is one gather away.
+
+An array comes in with the shape NumPyro would give its site, or in an `xarray.Dataset` with dims named after plates.
+It is kept on the device with the plate axes in front, in the order of the site's level. Coordinates of a Dataset are
+kept beside it and label the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import xarray as xr
+from jaxtyping import Array
+from numpyro.distributions import constraints
+
+from pavi import rows
+from pavi.branch import Branch
+from pavi.errors import DataError
+from pavi.template import Site, Template
+
+
+class Observations(NamedTuple):
+    """Observed arrays by site, plate axes in front, with the labels that came along."""
+
+    arrays: dict[str, Array]
+    coords: dict[str, np.ndarray]
+    event_dims: dict[str, tuple[str, ...]]
+
+
+def observe(
+    template: Template, data: Mapping[str, Any] | xr.Dataset, supports: Mapping[str, constraints.Constraint | None]
+) -> Observations:
+    """Checks the data of every observed site and puts it on the device."""
+    coords, event_dims, arrays = {}, {}, {}
+    if isinstance(data, xr.Dataset):
+        coords = {str(name): np.asarray(data[name]) for name in data.coords if data[name].dims == (name,)}
+    for site in template.observed:
+        name = site.name if site.name in data else site.name.removesuffix("_observed")
+        value = data[name]
+        if isinstance(value, xr.DataArray):
+            array, event_dims[site.name] = _named(template, site, value)
+            if not isinstance(data, xr.Dataset):
+                coords |= {str(dim): np.asarray(value[dim]) for dim in value.dims if dim in value.coords}
+        else:
+            array = _positional(template, site, value)
+        _check_values(site, array, supports.get(site.name))
+        arrays[site.name] = jnp.asarray(array)
+    for plate in template.plates:
+        if plate.name in coords and len(coords[plate.name]) != plate.size:
+            raise DataError(
+                f"Coordinate {plate.name!r} has {len(coords[plate.name])} labels, but plate {plate.name!r} has "
+                f"{plate.size} members."
+            )
+    return Observations(arrays, coords, event_dims)
+
+
+def at_branch(template: Template, arrays: Mapping[str, Array], branch: Branch, whole: frozenset[str]) -> dict[str, Array]:
+    """The data of a branch's members. Plates in `whole` are known to be taken whole and in order."""
+    return {
+        site.name: arrays[site.name]
+        if set(site.level) <= whole
+        else rows.gather(arrays[site.name], branch.at(site.level))
+        for site in template.observed
+    }
+
+
+def _named(template: Template, site: Site, value: xr.DataArray) -> tuple[np.ndarray, tuple[str, ...]]:
+    missing = [plate for plate in site.level if plate not in value.dims]
+    if missing:
+        raise DataError(
+            f"Data of site {site.name!r} has dims {value.dims}, but lacks the plate(s) {missing}. In a Dataset, name the "
+            f"dims after the plates: expected {site.level}."
+        )
+    rest = tuple(str(dim) for dim in value.dims if dim not in site.level)
+    array = np.asarray(value.transpose(*site.level, *rest))
+    expected = (*template.sizes(site.level), *site.display_shape)
+    if array.shape != expected:
+        raise DataError(
+            f"Data of site {site.name!r} has sizes {dict(zip((*site.level, *rest), array.shape, strict=True))}, "
+            f"expected {dict(zip(site.level, template.sizes(site.level), strict=True))} for its plates and "
+            f"{site.display_shape} for the rest."
+        )
+    return array.reshape(*template.sizes(site.level), *site.member_shape), rest
+
+
+def _positional(template: Template, site: Site, value: Any) -> Any:
+    array = value if isinstance(value, jax.Array | np.ndarray) else np.asarray(value)
+    squeezed = _squeezed(site)
+    if array.shape not in (site.shape, squeezed):
+        plates = ", ".join(f"{plate} ({template.plate(plate).size})" for plate in site.level) or "none"
+        raise DataError(
+            f"Data of site {site.name!r} has shape {array.shape}, but the model draws it with shape {site.shape}. Its "
+            f"plates, outermost first: {plates}; one member has shape {site.member_shape}. Reshape or transpose the data, "
+            "or pass an xarray.Dataset with dims named after the plates."
+        )
+    return array.reshape(site.shape).transpose(*site.axes, *(k for k in range(len(site.shape)) if k not in site.axes))
+
+
+def _squeezed(site: Site) -> tuple[int, ...]:
+    """The site's shape without the axes of length one that hold a place for plates it is not in."""
+    batch_ndim = len(site.shape) - site.event_ndim
+    return tuple(n for k, n in enumerate(site.shape) if k in site.axes or k >= batch_ndim or n > 1)
+
+
+def _check_values(site: Site, array: Any, support: constraints.Constraint | None) -> None:
+    xp = jnp if isinstance(array, jax.Array) else np
+    if not xp.issubdtype(array.dtype, np.number) and array.dtype != bool:
+        raise DataError(f"Data of site {site.name!r} has dtype {array.dtype}; expected numbers.")
+    if xp.issubdtype(array.dtype, np.inexact):
+        bad = int((~xp.isfinite(array)).sum())
+        if bad:
+            raise DataError(
+                f"Data of site {site.name!r} has {bad} value(s) that are NaN or infinite, of {array.size}. Fill them with "
+                "any valid number and mark them missing with `numpyro.handlers.mask` or `obs_mask` around the site."
+            )
+    if support is None or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(support)):
+        return
+    outside = int((~np.asarray(support(array))).sum())
+    if outside:
+        raise DataError(
+            f"Data of site {site.name!r} has {outside} value(s) outside the support of {site.distribution} ({support}). "
+            "Check the units or the coding of the data, or the distribution of the site."
+        )

@@ -1,0 +1,76 @@
+"""Free encodings (PAVI-F, paper `sec:PAVI-F_details`): one trainable vector per member of each plate level."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import jax.numpy as jnp
+import numpy as np
+
+from pavi.errors import SettingError
+from pavi.template import Level, Site, Template
+
+SMALLEST_DEFAULT = 8
+LARGEST_DEFAULT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class FreeEncodings:
+    """One trainable vector per member of each plate level.
+
+    Args:
+        size: numbers per member: one int for all, or a mapping from a level (a tuple of plate names, or one plate's
+            name) or a site to an int, with `...` for the rest. Sites of one level share its vector; a site with a
+            smaller size reads the start of it. By default, as many as the level's latents have numbers, at least 8.
+
+    Example:
+        >>> import pavi
+        >>> family = pavi.PAVI(encodings=pavi.FreeEncodings(size={"group": 16, ...: 8}))
+    """
+
+    size: int | Mapping | None = None
+
+    def __post_init__(self) -> None:
+        sizes = self.size.values() if isinstance(self.size, Mapping) else [self.size or 1]
+        if any(not isinstance(size, int) or size < 1 for size in sizes):
+            raise SettingError(f"FreeEncodings(size={self.size!r}): expected sizes of at least 1.")
+        if isinstance(self.size, Mapping):
+            object.__setattr__(self, "size", MappingProxyType(dict(self.size)))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.size.items()) if isinstance(self.size, Mapping) else self.size)
+
+    def check(self, template: Template) -> None:
+        """Refuses sizes for levels or sites that the model does not have."""
+        if not isinstance(self.size, Mapping):
+            return
+        known = {..., *template.levels, *(level[0] for level in template.levels if len(level) == 1)}
+        known |= {site.name for site in template.latents}
+        unknown = [key for key in self.size if key not in known]
+        if unknown:
+            raise SettingError(
+                f"FreeEncodings: {unknown} is neither a level nor a latent site of the model. "
+                f"Levels: {list(template.levels)}; sites: {[site.name for site in template.latents]}."
+            )
+
+    def site_size(self, template: Template, site: Site) -> int:
+        """How many numbers of its level's encoding a site reads."""
+        automatic = sum(other.size for other in template.latents if other.level == site.level)
+        automatic = min(max(automatic, SMALLEST_DEFAULT), LARGEST_DEFAULT)
+        if not isinstance(self.size, Mapping):
+            return self.size or automatic
+        keys = [site.name, site.level, *(site.level if len(site.level) == 1 else ()), ...]
+        return next((self.size[key] for key in keys if key in self.size), automatic)
+
+    def level_size(self, template: Template, level: Level) -> int:
+        """Numbers per member of a level."""
+        return max(self.site_size(template, site) for site in template.latents if site.level == level)
+
+    def init(self, template: Template) -> dict[Level, np.ndarray]:
+        """Encoding arrays of the full study, all zero: members start alike and are told apart by their data."""
+        return {
+            level: np.zeros((*template.sizes(level), self.level_size(template, level)), jnp.result_type(float))
+            for level in template.levels
+        }

@@ -1,0 +1,150 @@
+"""What every variational family is: a way to start its weights, and a sampler for one latent of one member."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flowjax.bijections import AbstractBijection
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from pavi.cascade import Draw, Prior, Sampler
+from pavi.errors import SettingError
+from pavi.flows import MAF, Flow, PointMass, push
+from pavi.template import Level, Site, Template
+
+
+class Units(NamedTuple):
+    """Center and spread of each latent under the prior, per number. Flows work in these units."""
+
+    center: dict[str, Float[Array, " size"]]
+    spread: dict[str, Float[Array, " size"]]
+
+    def standardize(self, name: str, value: Array) -> Array:
+        return (value - self.center[name]) / self.spread[name]
+
+
+class Weights(NamedTuple):
+    """All that training changes: one vector `shared` by every member, and `rows`, one per member of a level."""
+
+    shared: Float[Array | np.ndarray, " weights"]
+    rows: dict[Level, Array | np.ndarray]
+
+
+class Family(Protocol):
+    """A way to build q for a template. Frozen and hashable; holds settings, never weights."""
+
+    def init(self, template: Template, rng: np.random.Generator) -> Weights:
+        """Starting weights for the full study."""
+        ...
+
+    def sampler(self, template: Template, units: Units, shared: Array) -> Sampler:
+        """The function that draws one latent of one member, given the row of its level as `encoding`."""
+        ...
+
+
+def given_size(template: Template, site: Site, conditioned: bool) -> int:
+    return sum(template.site(name).size for name in site.given) if conditioned else 0
+
+
+def draw_through(
+    flow: Flow,
+    bijection: AbstractBijection,
+    encoding: Array,
+    units: Units,
+    conditioned: bool,
+    site: Site,
+    prior: Prior,
+    given: Mapping[str, Array],
+    key: PRNGKeyArray,
+) -> Draw:
+    """Draws from the conditional prior and pushes the draw through a flow, in the prior's units (`eq:q_full`)."""
+    center, spread = units.center[site.name], units.spread[site.name]
+    values = [units.standardize(name, given[name]) for name in site.given] if conditioned else []
+    condition = jnp.concatenate([jnp.zeros(0), *values])
+    if isinstance(flow, PointMass):
+        value, _ = bijection.transform_and_log_det(jnp.zeros(site.size), jnp.concatenate([encoding, condition]))
+        return Draw(center + spread * value, None)
+    base = (prior.draw(key) - center) / spread
+    value, log_q = push(
+        bijection, flow.path(site.size), base, encoding, condition, lambda base: prior.log_prob(center + spread * base)
+    )
+    return Draw(center + spread * value, log_q)
+
+
+class Skeleton(NamedTuple):
+    """A flow's structure apart from its trainable arrays, which travel as one flat vector."""
+
+    structure: Any
+    static: Any
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def fill(self, flat: Float[Array, " weights"]) -> AbstractBijection:
+        ends = np.cumsum([math.prod(shape) for shape in self.shapes])
+        parts = [flat[end - math.prod(shape) : end].reshape(shape) for end, shape in zip(ends, self.shapes, strict=True)]
+        return eqx.combine(jax.tree.unflatten(self.structure, parts), self.static)
+
+
+def fresh_weights(flow: Flow, rng: np.random.Generator, dim: int, cond_dim: int) -> np.ndarray:
+    """Starting weights of a flow as one flat vector."""
+    leaves = jax.tree.leaves(eqx.filter(flow.build(rng, dim, cond_dim), eqx.is_inexact_array))
+    return np.concatenate([np.asarray(leaf).ravel() for leaf in leaves])
+
+
+@functools.lru_cache(maxsize=256)
+def skeleton(flow: Flow, dim: int, cond_dim: int) -> Skeleton:
+    """The structure of a flow for a site of some size, built once."""
+    with jax.ensure_compile_time_eval():
+        params, static = eqx.partition(flow.build(np.random.default_rng(0), dim, cond_dim), eqx.is_inexact_array)
+    leaves, structure = jax.tree.flatten(params)
+    return Skeleton(structure, static, tuple(leaf.shape for leaf in leaves))
+
+
+class Layout:
+    """Which flow each site has, and where its weights lie in a flat vector of all of them."""
+
+    def __init__(self, flow: Flow | Mapping, sites: Sequence[Site], cond_sizes: Mapping[str, int]):
+        self.flows = {site.name: flow_of(flow, site) for site in sites}
+        self.cond_sizes = dict(cond_sizes)
+        self.sites = tuple(sites)
+        self.skeletons = {s.name: skeleton(self.flows[s.name], s.size, cond_sizes[s.name]) for s in sites}
+
+    def init(self, rng: np.random.Generator) -> np.ndarray:
+        sizes = [(self.flows[site.name], site.size, self.cond_sizes[site.name]) for site in self.sites]
+        return np.concatenate([fresh_weights(flow, rng, dim, cond_dim) for flow, dim, cond_dim in sizes])
+
+    def fill(self, flat: Float[Array, " weights"]) -> dict[str, AbstractBijection]:
+        built, start = {}, 0
+        for site in self.sites:
+            stop = start + self.skeletons[site.name].size
+            built[site.name] = self.skeletons[site.name].fill(flat[start:stop])
+            start = stop
+        return built
+
+
+def flow_of(flow: Flow | Mapping, site: Site) -> Flow:
+    """The flow chosen for a site."""
+    if isinstance(flow, Flow):
+        return flow
+    return flow.get(site.name, flow.get(..., MAF()))
+
+
+def check_flow(flow: Flow | Mapping, template: Template) -> None:
+    """Refuses flows for sites the model does not have."""
+    if isinstance(flow, Mapping):
+        known = [site.name for site in template.latents]
+        unknown = [name for name in flow if name is not ... and name not in known]
+        if unknown:
+            raise SettingError(
+                f"flow=...: {unknown} is no latent site of the model. Its latent sites: {known}; use `...` for the rest."
+            )

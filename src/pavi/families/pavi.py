@@ -1,0 +1,76 @@
+"""PAVI: one conditional flow per latent site, shared by all members of its plates (paper, `eq:plate_amo`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from pavi.cascade import Draw, Prior, Sampler
+from pavi.encodings import FreeEncodings
+from pavi.errors import SettingError
+from pavi.families.base import Layout, Units, Weights, check_flow, draw_through, given_size
+from pavi.flows import MAF, Flow
+from pavi.template import Site, Template
+
+
+@dataclasses.dataclass(frozen=True)
+class PAVI:
+    """Plate-amortized variational inference: shared conditional flows, one encoding per member.
+
+    Args:
+        encodings: where encodings come from; `pavi.FreeEncodings(size=...)`.
+        flow: one flow for all latent sites, or `{site: flow}` with `...` for the rest.
+        condition_on_parents: let each flow see the values its site is given (its parents, and the co-parents drawn
+            before it), beside the encoding. Off, it sees them only through the prior it pushes, as in the paper.
+
+    Example:
+        >>> import pavi
+        >>> family = pavi.PAVI(encodings=pavi.FreeEncodings(size=16), flow=pavi.Affine("tril"))
+    """
+
+    encodings: FreeEncodings = FreeEncodings()
+    flow: Flow | Mapping = MAF()
+    condition_on_parents: bool = True
+
+    def __post_init__(self) -> None:
+        flows = self.flow.values() if isinstance(self.flow, Mapping) else [self.flow]
+        if any(not isinstance(flow, Flow) for flow in flows):
+            raise SettingError(f"PAVI(flow={self.flow!r}): expected a flow such as pavi.MAF(), or a mapping of flows.")
+        if isinstance(self.flow, Mapping):
+            object.__setattr__(self, "flow", MappingProxyType(dict(self.flow)))
+
+    def __hash__(self) -> int:
+        flow = tuple(self.flow.items()) if isinstance(self.flow, Mapping) else self.flow
+        return hash((self.encodings, flow, self.condition_on_parents))
+
+    def init(self, template: Template, rng: np.random.Generator) -> Weights:
+        self.encodings.check(template)
+        check_flow(self.flow, template)
+        return Weights(self._layout(template).init(rng), self.encodings.init(template))
+
+    def sampler(self, template: Template, units: Units, shared: Array) -> Sampler:
+        layout = self._layout(template)
+        built = layout.fill(shared)
+
+        def draw(site: Site, prior: Prior, encoding: Array | None, given: Mapping[str, Array], key: PRNGKeyArray) -> Draw:
+            assert encoding is not None
+            read = encoding[: self.encodings.site_size(template, site)]
+            flow, bijection = layout.flows[site.name], built[site.name]
+            return draw_through(flow, bijection, read, units, self.condition_on_parents, site, prior, given, key)
+
+        return draw
+
+    def _layout(self, template: Template) -> Layout:
+        return Layout(
+            self.flow,
+            template.latents,
+            {
+                site.name: self.encodings.site_size(template, site)
+                + given_size(template, site, self.condition_on_parents)
+                for site in template.latents
+            },
+        )

@@ -1,0 +1,71 @@
+"""The paper's baseline: the same flows, trained the same way, but every member has one of its own (`eq:q_full`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from pavi.cascade import Draw, Prior, Sampler
+from pavi.families.base import Layout, Units, Weights, check_flow, draw_through, given_size
+from pavi.flows import MAF, Flow
+from pavi.template import Level, Site, Template
+
+
+@dataclasses.dataclass(frozen=True)
+class UnamortizedFlows:
+    """One full flow per member: stochastic variational inference without plate amortization.
+
+    A member's row holds all weights of its flows, so they move only in the steps that draw the member. Everything
+    else (branchings, cascade, optimizer) is PAVI's. Can represent whatever PAVI with the same flow can, at a cost in
+    weights and steps that grows with the plates.
+
+    Args:
+        flow: one flow for all latent sites, or `{site: flow}` with `...` for the rest.
+        condition_on_parents: as in `pavi.PAVI`.
+
+    Example:
+        >>> import pavi
+        >>> family = pavi.baselines.UnamortizedFlows(flow=pavi.MAF(hidden=(32, 32)))
+    """
+
+    flow: Flow | Mapping = MAF()
+    condition_on_parents: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.flow, Mapping):
+            object.__setattr__(self, "flow", MappingProxyType(dict(self.flow)))
+
+    def __hash__(self) -> int:
+        flow = tuple(self.flow.items()) if isinstance(self.flow, Mapping) else self.flow
+        return hash((flow, self.condition_on_parents))
+
+    def init(self, template: Template, rng: np.random.Generator) -> Weights:
+        check_flow(self.flow, template)
+        rows = {}
+        for level in template.levels:  # all members start alike
+            row = self._layout(template, level).init(rng)
+            rows[level] = np.broadcast_to(row, (*template.sizes(level), len(row)))
+        return Weights(np.zeros(0, jnp.result_type(float)), rows)
+
+    def sampler(self, template: Template, units: Units, shared: Array) -> Sampler:
+        del shared
+        layouts = {level: self._layout(template, level) for level in template.levels}
+
+        def draw(site: Site, prior: Prior, encoding: Array | None, given: Mapping[str, Array], key: PRNGKeyArray) -> Draw:
+            assert encoding is not None
+            layout = layouts[site.level]
+            flow, bijection = layout.flows[site.name], layout.fill(encoding)[site.name]
+            nothing = jnp.zeros(0)
+            return draw_through(flow, bijection, nothing, units, self.condition_on_parents, site, prior, given, key)
+
+        return draw
+
+    def _layout(self, template: Template, level: Level) -> Layout:
+        sites = [site for site in template.latents if site.level == level]
+        sizes = {site.name: given_size(template, site, self.condition_on_parents) for site in sites}
+        return Layout(self.flow, sites, sizes)

@@ -1,0 +1,111 @@
+"""The paper's default flow: a triangular affine block, then a masked autoregressive layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar
+
+import equinox as eqx
+import flowjax.bijections as bij
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from pavi.errors import SettingError
+from pavi.flows.affine import LARGEST_TRIANGLE, ConditionalAffine
+from pavi.flows.base import LARGEST_JACOBIAN, Flow, Path, Perceptron
+
+
+class LogAffine(bij.AbstractBijection):
+    """y = exp(log_scale) x + shift, for one number."""
+
+    parameters: Float[Array, " 2"]
+    shape: ClassVar[tuple[int, ...]] = ()
+    cond_shape: ClassVar[None] = None
+
+    def transform_and_log_det(self, x: Array, condition: Array | None = None) -> tuple[Array, Array]:
+        shift, log_scale = self.parameters
+        return jnp.exp(log_scale) * x + shift, log_scale
+
+    def inverse_and_log_det(self, y: Array, condition: Array | None = None) -> tuple[Array, Array]:
+        shift, log_scale = self.parameters
+        return jnp.exp(-log_scale) * (y - shift), -log_scale
+
+
+class Autoregressive(bij.AbstractBijection):
+    """y_i = transformer(x_i; parameters from x_1..x_{i-1} and the condition), in one pass.
+
+    FlowJAX's `MaskedAutoregressive`, with any hidden widths and with starting weights drawn on the host: building
+    FlowJAX's own costs seconds of compilation. Starts as the transformer of all-zero parameters.
+    """
+
+    shape: tuple[int, ...]
+    cond_shape: tuple[int, ...]
+    network: Perceptron
+    transformer: Callable[[Array], bij.AbstractBijection] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        transformer: Callable[[Array], bij.AbstractBijection],
+        num_parameters: int,
+        dim: int,
+        cond_dim: int,
+        hidden: tuple[int, ...],
+    ):
+        self.shape, self.cond_shape, self.transformer = (dim,), (cond_dim,), transformer
+        # An input of rank r may reach outputs of rank above r; the condition has rank -1 and reaches all.
+        ranks = [
+            np.concatenate([np.arange(dim), np.full(cond_dim, -1)]),
+            *[np.arange(width) % dim - 1 for width in hidden],
+            np.repeat(np.arange(dim), num_parameters),
+        ]
+        masks = [a[:, None] <= b for a, b in zip(ranks[:-2], ranks[1:-1], strict=True)]
+        masks.append(ranks[-2][:, None] < ranks[-1])
+        self.network = Perceptron(rng, [len(rank) for rank in ranks], masks)
+
+    def _parameters(self, x: Array, condition: Array | None) -> Array:
+        assert condition is not None
+        return self.network(jnp.concatenate([x, condition])).reshape(self.shape[0], -1)
+
+    def transform_and_log_det(self, x: Array, condition: Array | None = None) -> tuple[Array, Array]:
+        parameters = self._parameters(x, condition)
+        y, log_dets = jax.vmap(lambda p, x: self.transformer(p).transform_and_log_det(x))(parameters, x)
+        return y, log_dets.sum()
+
+    def inverse_and_log_det(self, y: Array, condition: Array | None = None) -> tuple[Array, Array]:
+        def refine(_: int, x: Array) -> Array:  # each round fixes one more coordinate
+            return jax.vmap(lambda p, y: self.transformer(p).inverse(y))(self._parameters(x, condition), y)
+
+        x = jax.lax.fori_loop(0, self.shape[0], refine, y)
+        return x, -self.transform_and_log_det(x, condition)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class MAF(Flow):
+    """Triangular affine block, then a masked autoregressive layer in its one-pass direction; the default flow.
+
+    Args:
+        hidden: widths of the masked network's hidden layers.
+
+    Example:
+        >>> import pavi
+        >>> family = pavi.PAVI(flow=pavi.MAF(hidden=(64, 64)))
+    """
+
+    hidden: tuple[int, ...] = (32, 32)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", tuple(self.hidden))
+        if not self.hidden or min(self.hidden) < 1:
+            raise SettingError(f"MAF(hidden={self.hidden}): expected at least one hidden width, each at least 1.")
+
+    def build(self, rng: np.random.Generator, dim: int, cond_dim: int) -> bij.AbstractBijection:
+        affine = ConditionalAffine(rng, dim, cond_dim, (), triangular=dim <= LARGEST_TRIANGLE)
+        layer = Autoregressive(rng, LogAffine, 2, dim, cond_dim, self.hidden)
+        return bij.Chain([affine, layer])
+
+    def path(self, dim: int) -> Path:
+        return Path.TRIANGULAR if dim <= LARGEST_JACOBIAN else Path.NONE

@@ -1,0 +1,407 @@
+"""Reading a posterior: draws, moments, predictions and the ELBO, for any slice, in bounded memory.
+
+Everything is read in *tiles*: a block of members of each plate times a block of draws, of one fixed shape, so one
+compiled function serves a study of any size. Draws depend on the key, the draw's number and the member's index alone,
+so a slice equals the same slice of the whole. Plates that the wanted sites are not in are never visited.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import xarray as xr
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from pavi import data as observed_data
+from pavi import rows as row_ops
+from pavi.branch import Branch, choose_batch
+from pavi.cascade import Pass, Study, cascade
+from pavi.data import Observations
+from pavi.errors import SettingError
+from pavi.families import Family, Units, Weights
+from pavi.template import Kind, Level, Site, Template
+
+# Numbers held on the device while one tile is read.
+TILE_BUDGET = 2**22
+LARGEST_DRAW_BLOCK = 256
+
+Where = Mapping[str, Sequence[int] | np.ndarray | slice | int]
+
+
+class Elbo(NamedTuple):
+    """An ELBO in nats, and the standard error of its Monte Carlo estimate."""
+
+    mean: float
+    stderr: float
+
+
+class Tile(NamedTuple):
+    """Members of each plate to look at: their indices, which of them only fill up the block, and where it lies."""
+
+    indices: dict[str, np.ndarray]
+    counts: dict[str, np.ndarray]
+    slices: dict[str, slice]
+    first: dict[str, bool]
+
+
+class Posterior:
+    """An approximate posterior of a study. Draws come as `xarray`, labelled by plates and coordinates.
+
+    Made by `pavi.fit` and `pavi.load`.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        family: Family,
+        weights: Weights,
+        units: Units,
+        arguments: Any,
+        observations: Observations,
+    ):
+        self._study, self._family, self._weights, self._units = study, family, weights, units
+        self._arguments, self._observations = arguments, observations
+
+    @property
+    def template(self) -> Template:
+        """The sites and plates of the model."""
+        return self._study.template
+
+    @property
+    def family(self) -> Family:
+        """The variational family that was fitted."""
+        return self._family
+
+    @property
+    def num_weights(self) -> int:
+        """Trained numbers: shared weights plus rows."""
+        return int(self._weights.shared.size + sum(rows.size for rows in self._weights.rows.values()))
+
+    def sample(
+        self,
+        num_samples: int = 1000,
+        *,
+        sites: Sequence[str] | None = None,
+        where: Where | None = None,
+        rng_key: int | PRNGKeyArray = 0,
+    ) -> xr.Dataset:
+        """Draws from the posterior.
+
+        Args:
+            num_samples: how many draws.
+            sites: latent and deterministic sites to read; all by default.
+            where: members to read, by plate: indices, or a slice. A part equals the same part of the whole draw.
+            rng_key: an int or a JAX key; the same key gives the same draws.
+
+        Returns:
+            A Dataset with dims ("chain", "draw", *plates, *event dims); `chain` has length 1.
+
+        Example:
+            >>> import numpy as np, numpyro, numpyro.distributions as dist, pavi
+            >>> def model():
+            ...     mu = numpyro.sample("mu", dist.Normal(0, 5))
+            ...     with numpyro.plate("item", 4):
+            ...         numpyro.sample("x", dist.Normal(mu, 1))
+            >>> fit = pavi.fit(model, {"x": np.array([1.0, 2.0, 2.0, 3.0])}, progress_bar=False)
+            >>> draws = fit.sample(500)
+            >>> draws["mu"].dims
+            ('chain', 'draw')
+            >>> bool(abs(draws["mu"].mean() - 2.0) < 0.2)
+            True
+        """
+        wanted = self._wanted(sites)
+        members = self._members(where)
+        _check_count(num_samples)
+        return self._draws(wanted, members, num_samples, rng_key, predict=False)
+
+    def predict(
+        self, num_samples: int = 1000, *, where: Where | None = None, rng_key: int | PRNGKeyArray = 0
+    ) -> xr.Dataset:
+        """Draws of the observed sites given posterior draws of the latents: what new data would look like.
+
+        Example:
+            >>> import numpy as np, numpyro, numpyro.distributions as dist, pavi
+            >>> def model():
+            ...     mu = numpyro.sample("mu", dist.Normal(0, 5))
+            ...     with numpyro.plate("item", 4):
+            ...         numpyro.sample("x", dist.Normal(mu, 1))
+            >>> fit = pavi.fit(model, {"x": np.array([1.0, 2.0, 2.0, 3.0])}, progress_bar=False)
+            >>> dict(fit.predict(100)["x"].sizes)
+            {'chain': 1, 'draw': 100, 'item': 4}
+        """
+        wanted = self.template.observed
+        members = self._members(where)
+        _check_count(num_samples)
+        return self._draws(wanted, members, num_samples, rng_key, predict=True)
+
+    def moments(
+        self,
+        *,
+        sites: Sequence[str] | None = None,
+        where: Where | None = None,
+        num_samples: int = 1000,
+        rng_key: int | PRNGKeyArray = 0,
+    ) -> xr.Dataset:
+        """Posterior mean and standard deviation, streamed: draws are summed up, never kept.
+
+        Returns:
+            A Dataset with leading dim "moment" = ["mean", "sd"], then plates and event dims.
+
+        Example:
+            >>> import numpy as np, numpyro, numpyro.distributions as dist, pavi
+            >>> def model():
+            ...     mu = numpyro.sample("mu", dist.Normal(0, 5))
+            ...     with numpyro.plate("item", 4):
+            ...         numpyro.sample("x", dist.Normal(mu, 1))
+            >>> fit = pavi.fit(model, {"x": np.array([1.0, 2.0, 2.0, 3.0])}, progress_bar=False)
+            >>> bool(abs(fit.moments().sel(moment="sd")["mu"] - 0.5) < 0.05)
+            True
+        """
+        wanted = self._wanted(sites)
+        members = self._members(where)
+        _check_count(num_samples)
+        shapes = {site.name: (*_sizes(site, members), *site.display_shape) for site in wanted}
+        means = {name: np.zeros(shape) for name, shape in shapes.items()}
+        squares = {name: np.zeros(shape) for name, shape in shapes.items()}
+        for site, place, draws, values in self._read(wanted, members, num_samples, rng_key, predict=False):
+            # Chan's update of a running mean and sum of squared deviations by a block of draws.
+            before, new = draws.start, len(values)
+            block_mean = values.mean(0, dtype=np.float64)
+            delta = block_mean - means[site.name][place]
+            deviations = ((values - block_mean) ** 2).sum(0)
+            means[site.name][place] += delta * (new / (before + new))
+            squares[site.name][place] += deviations + delta**2 * (before * new / (before + new))
+        arrays = {
+            name: np.stack([means[name], np.sqrt(squares[name] / max(num_samples - 1, 1))]).astype(jnp.result_type(float))
+            for name in shapes
+        }
+        dataset = self._dataset(wanted, members, arrays, ("moment",))
+        return dataset.assign_coords(moment=["mean", "sd"])
+
+    def elbo(self, num_samples: int = 64, rng_key: int | PRNGKeyArray = 0) -> Elbo:
+        """The ELBO of the full study, a lower bound on the log evidence, with its Monte Carlo standard error.
+
+        Example:
+            >>> import numpy as np, numpyro, numpyro.distributions as dist, pavi
+            >>> def model():
+            ...     mu = numpyro.sample("mu", dist.Normal(0, 5))
+            ...     with numpyro.plate("item", 4):
+            ...         numpyro.sample("x", dist.Normal(mu, 1))
+            >>> fit = pavi.fit(model, {"x": np.array([1.0, 2.0, 2.0, 3.0])}, progress_bar=False)
+            >>> bool(abs(fit.elbo().mean - -7.06) < 0.02)
+            True
+        """
+        _check_count(num_samples)
+        members = self._members(None)
+        levels = tuple(dict.fromkeys(s.level for s in self.template.sites if s.kind is not Kind.DETERMINISTIC))
+        total = np.zeros(num_samples)
+        for tile, draws, ids in self._tiles(levels, members, num_samples):
+            terms = _score(self._study, self._family, self._inputs(), tile.indices, tile.counts, ids, seed_of(rng_key))
+            for name, values in terms.items():
+                if self._counts_here(self.template.site(name), tile):
+                    total[draws] += np.asarray(values, np.float64)[: draws.stop - draws.start]
+        return Elbo(float(total.mean()), float(total.std(ddof=1) / np.sqrt(num_samples)) if num_samples > 1 else np.inf)
+
+    def to_datatree(self, num_samples: int = 1000, *, predict: bool = False, rng_key: int | PRNGKeyArray = 0) -> xr.DataTree:
+        """Draws and data as an `xarray.DataTree` in ArviZ's layout: /posterior, /observed_data, /posterior_predictive."""
+        return xr.DataTree.from_dict(self._groups(num_samples, predict, rng_key))
+
+    def to_inference_data(self, num_samples: int = 1000, *, predict: bool = False, rng_key: int | PRNGKeyArray = 0) -> Any:
+        """Draws and data as an `arviz.InferenceData`, for `az.summary` and `az.plot_*`. Needs the `arviz` extra."""
+        try:
+            import arviz as az
+        except ImportError as error:
+            raise SettingError("to_inference_data needs ArviZ: install the `arviz` extra, or use to_datatree().") from error
+        return az.InferenceData(**self._groups(num_samples, predict, rng_key))
+
+    def _groups(self, num_samples: int, predict: bool, rng_key: int | PRNGKeyArray) -> dict[str, xr.Dataset]:
+        groups = {"posterior": self.sample(num_samples, rng_key=rng_key)}
+        arrays = {
+            site.name: np.asarray(self._observations.arrays[site.name]).reshape(
+                *self.template.sizes(site.level), *site.display_shape
+            )
+            for site in self.template.observed
+        }
+        groups["observed_data"] = self._dataset(self.template.observed, self._members(None), arrays, ())
+        if predict:
+            groups["posterior_predictive"] = self.predict(num_samples, rng_key=rng_key)
+        return groups
+
+    def _inputs(self) -> tuple[Any, ...]:
+        return self._weights, self._units, self._arguments, self._observations.arrays
+
+    def _wanted(self, sites: Sequence[str] | None) -> tuple[Site, ...]:
+        readable = {site.name: site for site in (*self.template.latents, *self.template.deterministics)}
+        if sites is None:
+            return tuple(readable.values())
+        names = [sites] if isinstance(sites, str) else list(sites)
+        unknown = [name for name in names if name not in readable]
+        if unknown:
+            raise SettingError(
+                f"sites={unknown}: not a latent or deterministic site of the model. Known sites: {list(readable)}. "
+                "Observed sites are read with `predict`; deterministic sites that sum over a plate cannot be read per member."
+            )
+        return tuple(readable[name] for name in names)
+
+    def _members(self, where: Where | None) -> dict[str, np.ndarray]:
+        where = dict(where or {})
+        unknown = [name for name in where if name not in {plate.name for plate in self.template.plates}]
+        if unknown:
+            known = [plate.name for plate in self.template.plates]
+            raise SettingError(f"where={unknown}: the model has no such plate. Its plates: {known}.")
+        members = {}
+        for plate in self.template.plates:
+            chosen = where.get(plate.name, slice(None))
+            if isinstance(chosen, slice):
+                members[plate.name] = np.arange(plate.size)[chosen]
+                continue
+            index = np.atleast_1d(np.asarray(chosen))
+            if index.size and (index.dtype.kind not in "iu" or index.min() < -plate.size or index.max() >= plate.size):
+                raise SettingError(
+                    f"where={{{plate.name!r}: ...}}: expected integers from 0 to {plate.size - 1}, found {index.tolist()[:8]}."
+                )
+            members[plate.name] = np.where(index < 0, index + plate.size, index).astype(np.int64)
+        return members
+
+    def _draws(
+        self, wanted: Sequence[Site], members: dict[str, np.ndarray], num_samples: int, rng_key: Any, *, predict: bool
+    ) -> xr.Dataset:
+        shapes = {site.name: (1, num_samples, *_sizes(site, members), *site.display_shape) for site in wanted}
+        arrays: dict[str, np.ndarray] = {}
+        for site, place, draws, values in self._read(wanted, members, num_samples, rng_key, predict=predict):
+            if site.name not in arrays:
+                arrays[site.name] = np.empty(shapes[site.name], values.dtype)
+            arrays[site.name][(0, draws, *place)] = values
+        empty = {name: np.empty(shape) for name, shape in shapes.items() if name not in arrays}
+        return self._dataset(wanted, members, arrays | empty, ("chain", "draw"))
+
+    def _read(
+        self, wanted: Sequence[Site], members: dict[str, np.ndarray], num_samples: int, rng_key: Any, *, predict: bool
+    ) -> Iterator[tuple[Site, tuple[slice, ...], slice, np.ndarray]]:
+        """Values of the wanted sites block by block: (site, where in its plates, which draws, values)."""
+        names = tuple(site.name for site in wanted)
+        levels = tuple(dict.fromkeys(site.level for site in wanted))
+        for tile, draws, ids in self._tiles(levels, members, num_samples):
+            found = _draw(self._study, self._family, names, predict, self._inputs(), tile.indices, ids, seed_of(rng_key))
+            for site in wanted:
+                if self._counts_here(site, tile):
+                    place = tuple(tile.slices[plate] for plate in site.level)
+                    keep = tuple(slice(s.stop - s.start) for s in (draws, *place))
+                    values = np.asarray(found[site.name])[keep]
+                    yield site, place, draws, values.reshape(*values.shape[: 1 + len(place)], *site.display_shape)
+
+    def _counts_here(self, site: Site, tile: Tile) -> bool:
+        """A site is read in the tiles that are first along every plate it is not in, so once."""
+        return all(first or plate in site.level for plate, first in tile.first.items())
+
+    def _tiles(
+        self, levels: Sequence[Level], members: dict[str, np.ndarray], num_samples: int
+    ) -> Iterator[tuple[Tile, slice, np.ndarray]]:
+        """Tiles that cover the members of some levels, each with every block of draws."""
+        needed = [plate.name for plate in self.template.plates if any(plate.name in level for level in levels)]
+        if any(len(members[plate]) == 0 for plate in needed):
+            return
+        draw_block = min(num_samples, LARGEST_DRAW_BLOCK)
+        work: dict[Level, int] = {}
+        for site in self.template.sites:
+            level = tuple(plate for plate in site.level if plate in needed)
+            work[level] = work.get(level, 0) + max(site.size * 8, int(np.prod(site.member_shape, dtype=int)))
+        caps = choose_batch({plate: len(members[plate]) for plate in needed}, work, max(TILE_BUDGET // draw_block, 1))
+        blocks = [[slice(a, min(a + caps[p], len(members[p]))) for a in range(0, len(members[p]), caps[p])] for p in needed]
+        for chosen in itertools.product(*blocks):
+            slices = dict(zip(needed, chosen, strict=True))
+            indices = {plate.name: np.zeros(1, np.int32) for plate in self.template.plates}
+            counts = {plate.name: np.ones(1, bool) for plate in self.template.plates}
+            for plate, part in slices.items():
+                index = members[plate][part]
+                indices[plate] = np.pad(index, (0, caps[plate] - len(index)), mode="edge").astype(np.int32)
+                counts[plate] = np.arange(caps[plate]) < len(index)
+            first = {plate: part.start == 0 for plate, part in slices.items()}
+            for start in range(0, num_samples, draw_block):
+                draws = slice(start, min(start + draw_block, num_samples))
+                yield Tile(indices, counts, slices, first), draws, np.arange(start, start + draw_block)
+
+    def _dataset(
+        self, sites: Sequence[Site], members: dict[str, np.ndarray], arrays: dict[str, np.ndarray], lead: tuple[str, ...]
+    ) -> xr.Dataset:
+        variables, coords = {}, {}
+        labels = self._observations.coords
+        for site in sites:
+            dims = self._observations.event_dims.get(site.name)
+            if dims is None or len(dims) != len(site.display_shape):
+                dims = tuple(f"{site.name}_dim_{k}" for k in range(len(site.display_shape)))
+            variables[site.name] = ((*lead, *site.level, *dims), arrays[site.name])
+            for plate in site.level:
+                coords[plate] = labels[plate][members[plate]] if plate in labels else members[plate]
+            for dim, size in zip(dims, site.display_shape, strict=True):
+                coords[dim] = labels[dim] if len(labels.get(dim, ())) == size else np.arange(size)
+        if "chain" in lead:
+            coords["chain"] = np.arange(1)
+            coords["draw"] = np.arange(next(iter(arrays.values())).shape[1])
+        return xr.Dataset(variables, coords={dim: (dim, values) for dim, values in coords.items()})
+
+
+def _check_count(num_samples: int) -> None:
+    if num_samples < 1:
+        raise SettingError(f"num_samples={num_samples}: expected at least 1.")
+
+
+def _sizes(site: Site, members: Mapping[str, np.ndarray]) -> tuple[int, ...]:
+    return tuple(len(members[plate]) for plate in site.level)
+
+
+def seed_of(rng_key: int | PRNGKeyArray) -> np.ndarray:
+    """The data of a JAX key, on the host, from an int or a key of either kind."""
+    if isinstance(rng_key, int | np.integer):
+        rng_key = jax.random.key(int(rng_key))
+    key = jnp.asarray(rng_key)
+    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    return np.asarray(data)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _draw(
+    study: Study, family: Family, names: tuple[str, ...], predict: bool, inputs: tuple, indices: dict, ids: Array, seed: Array
+) -> dict[str, Array]:
+    counts = {plate: jnp.ones(len(index), bool) for plate, index in indices.items()}
+
+    def one(draw: Array) -> dict[str, Array]:
+        found, _ = _pass(study, family, inputs, indices, counts, draw, seed, predict)
+        return {name: found.values[name] for name in names}
+
+    return jax.vmap(one)(ids)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _score(
+    study: Study, family: Family, inputs: tuple, indices: dict, counts: dict, ids: Array, seed: Array
+) -> dict[str, Float[Array, " draws"]]:
+    """log p - log q of each site, summed over a tile's members, for each draw."""
+
+    def one(draw: Array) -> dict[str, Array]:
+        found, branch = _pass(study, family, inputs, indices, counts, draw, seed, False)
+        return {
+            name: branch.weigh(study.template.site(name).level, log_p - found.log_q.get(name, 0.0))
+            for name, log_p in found.log_p.items()
+        }
+
+    return jax.vmap(one)(ids)
+
+
+def _pass(
+    study: Study, family: Family, inputs: tuple, indices: dict, counts: dict, draw: Array, seed: Array, predict: bool
+) -> tuple[Pass, Branch]:
+    weights, units, arguments, arrays = inputs
+    template = study.template
+    branch = Branch(indices, {plate: jnp.ones(len(index)) for plate, index in indices.items()}, counts)
+    encodings = {level: row_ops.gather(rows, branch.at(level)) for level, rows in weights.rows.items()}
+    sliced = observed_data.at_branch(template, arrays, branch, frozenset())
+    sampler = family.sampler(template, units, weights.shared)
+    key = jax.random.fold_in(jax.random.wrap_key_data(seed), draw)
+    return cascade(study, arguments, sampler, encodings, branch, sliced, key, predict=predict), branch

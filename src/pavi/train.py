@@ -1,0 +1,362 @@
+"""Training: a pure `init` / `step` pair, compiled chunks of steps, and a loop that knows when to stop.
+
+A step draws a branch, gathers the rows and the data of its members, differentiates the reduced ELBO, and writes back
+the shared weights and just those rows (paper, algorithm 2). Nothing in it grows with the study. Steps run in compiled
+chunks; the host sees a vector of ELBOs now and then.
+
+**Schedule.** The learning rate stays put until the ELBO has settled given its own noise, then decays to zero over as
+many steps again: the first part finds the optimum, the second removes the jitter around it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+from tqdm.auto import tqdm
+
+from pavi import data as observed_data
+from pavi import rows as row_ops
+from pavi.branch import Branch, draw_branch
+from pavi.cascade import Draw, Prior, Study, cascade
+from pavi.elbo import reduced_elbo
+from pavi.errors import TrainingError
+from pavi.families import Family, Units, Weights
+from pavi.template import Level, Site, Template
+
+# Adam with a short memory of squared gradients: they fall by orders of magnitude as the posterior narrows.
+ADAM = optax.scale_by_adam(b1=0.9, b2=0.95)
+SHARED_RATE = 5e-3
+ROW_RATE = 2e-2
+LONGEST_CHUNK = 1000
+SHORTEST_CHUNK = 50
+# Without `steps`: a row is visited at least this often at the full rate, and at most this often in all.
+FEWEST_VISITS = 50
+MOST_VISITS = 5_000
+PRIOR_DRAWS = 256
+
+
+class Stop(Enum):
+    """Why a fit ended, and what to do about it."""
+
+    SETTLED = "the ELBO settled: no gain beyond its own noise; the learning rate was then decayed to zero"
+    STEPS = "all the steps asked for were taken"
+    LIMIT = "the ELBO was still rising at the step limit; pass `steps` to train longer"
+    INTERRUPTED = "interrupted from the keyboard; this is the fit so far"
+    NON_FINITE = "most steps had a gradient that was not finite; look for overflow or invalid parameters in the model"
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Everything a compiled step depends on besides arrays. Equal problems share their compiled steps."""
+
+    study: Study
+    family: Family
+    batch: tuple[tuple[str, int], ...]
+    num_particles: int
+    optimizer: optax.GradientTransformation
+    row_optimizer: optax.GradientTransformation
+
+    @property
+    def template(self) -> Template:
+        return self.study.template
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {plate.name: plate.size for plate in self.template.plates}
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """The plates whose members are all taken in every step."""
+        return frozenset(plate for plate, count in self.batch if count == self.sizes[plate])
+
+
+class Inputs(NamedTuple):
+    """The arrays a step reads and does not change."""
+
+    arguments: Any
+    data: dict[str, Array]
+    units: Units
+
+
+class State(NamedTuple):
+    """The arrays a step changes."""
+
+    weights: Weights
+    optimizer: Any
+    row_optimizer: dict[Level, Any]
+    key: PRNGKeyArray
+    step: Int[Array, ""]
+    skipped: Int[Array, ""]
+
+
+def default_optimizers() -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """Optimizers of the shared weights and of the rows."""
+    return _DEFAULT_OPTIMIZERS
+
+
+_DEFAULT_OPTIMIZERS = (optax.chain(ADAM, optax.scale(-SHARED_RATE)), optax.chain(ADAM, optax.scale(-ROW_RATE)))
+
+
+def init(problem: Problem, seed: np.ndarray) -> State:
+    """The state before the first step. `seed` is the data of a JAX key."""
+    weights = problem.family.init(problem.template, np.random.default_rng(seed))
+    return _init_state(problem.optimizer, problem.row_optimizer, weights, seed)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _init_state(
+    optimizer: optax.GradientTransformation, row_optimizer: optax.GradientTransformation, weights: Weights, seed: Array
+) -> State:
+    zero = jnp.zeros((), jnp.int32)
+    row_states = {level: row_ops.init_optimizer(row_optimizer, rows) for level, rows in weights.rows.items()}
+    key = jax.random.wrap_key_data(seed)
+    return State(weights, optimizer.init(weights.shared), row_states, key, zero, zero)
+
+
+def prior_units(study: Study, arguments: Any, data: dict[str, Array], seed: np.ndarray) -> Units:
+    """Center and spread of each latent, by drawing from the prior for a few members spread over the plates."""
+    draws = _draw_prior(study, arguments, data, seed)
+    center, spread = {}, {}
+    for name, values in draws.items():
+        low, middle, high = np.nanquantile(np.asarray(values), [0.16, 0.5, 0.84], axis=0)
+        half = (high - low) / 2
+        usable = np.isfinite(half) & (half > 0)
+        center[name] = np.where(np.isfinite(middle), middle, 0.0).astype(values.dtype)
+        spread[name] = np.where(usable, half, 1.0).astype(values.dtype)
+    return Units(center, spread)
+
+
+@partial(jax.jit, static_argnums=0)
+def _draw_prior(study: Study, arguments: Any, data: dict[str, Array], seed: Array) -> dict[str, Array]:
+    template = study.template
+
+    def sampler(site: Site, prior: Prior, encoding: Any, given: Any, key: PRNGKeyArray) -> Draw:
+        return Draw(prior.draw(key), None)
+
+    def one(k: Int[Array, ""]) -> dict[str, Array]:
+        indices = {plate.name: (k * plate.size // PRIOR_DRAWS)[None] for plate in template.plates}
+        ones = {name: jnp.ones(1) for name in indices}
+        branch = Branch(indices, ones, ones)
+        sliced = observed_data.at_branch(template, data, branch, frozenset())
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed), k)
+        found = cascade(study, arguments, sampler, {}, branch, sliced, key)
+        return {name: value.reshape(-1) for name, value in found.unconstrained.items()}
+
+    return jax.vmap(one)(jnp.arange(PRIOR_DRAWS))
+
+
+def step(problem: Problem, inputs: Inputs, state: State, rate: Float[Array, ""]) -> tuple[State, Float[Array, ""]]:
+    """One training step at a fraction `rate` of the optimizers' learning rates; returns the reduced ELBO too.
+
+    A step whose ELBO or gradient is not finite changes nothing but the count of skipped steps.
+    """
+    template, whole = problem.template, problem.whole
+    branch_key, noise_key = jax.random.split(jax.random.fold_in(state.key, state.step))
+    branch = draw_branch(branch_key, problem.sizes, dict(problem.batch))
+    index = {level: () if set(level) <= whole else branch.at(level) for level in state.weights.rows}
+    rows = {level: row_ops.gather(array, index[level]) for level, array in state.weights.rows.items()}
+    row_states = {level: row_ops.gather(tree, index[level]) for level, tree in state.row_optimizer.items()}
+    sliced = observed_data.at_branch(template, inputs.data, branch, whole)
+
+    def loss(shared: Array, rows: dict[Level, Array]) -> Float[Array, ""]:
+        sampler = problem.family.sampler(template, inputs.units, shared)
+
+        def particle(key: PRNGKeyArray) -> Float[Array, ""]:
+            return reduced_elbo(problem.study, inputs.arguments, sampler, rows, branch, sliced, key)
+
+        return -jax.vmap(particle)(jax.random.split(noise_key, problem.num_particles)).mean()
+
+    value, (shared_grad, row_grads) = jax.value_and_grad(loss, (0, 1))(state.weights.shared, rows)
+    # Zero times a number is zero exactly when the number is finite.
+    finite = jnp.isfinite(value + sum((0.0 * leaf).sum() for leaf in jax.tree.leaves((shared_grad, row_grads))))
+
+    def kept(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+    shared = state.weights.shared
+    updates, optimizer_state = problem.optimizer.update(shared_grad, state.optimizer, shared)
+    new_rows, new_row_states = {}, {}
+    for level, old in rows.items():
+        row_updates, row_state = row_ops.update(problem.row_optimizer, row_grads[level], row_states[level], old)
+        new_rows[level] = row_ops.scatter(state.weights.rows[level], index[level], kept(old + rate * row_updates, old))
+        row_state = kept(row_state, row_states[level])
+        new_row_states[level] = row_ops.scatter(state.row_optimizer[level], index[level], row_state)
+    new_state = State(
+        Weights(kept(shared + rate * updates, shared), new_rows),
+        kept(optimizer_state, state.optimizer),
+        new_row_states,
+        state.key,
+        state.step + 1,
+        state.skipped + ~finite,
+    )
+    return new_state, -value
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def run_chunk(problem: Problem, inputs: Inputs, state: State, rates: Array, count: Array) -> tuple[State, Array]:
+    """`count` steps in one compiled loop; the ELBO of each."""
+
+    def body(k: Int[Array, ""], carry: tuple[State, Array]) -> tuple[State, Array]:
+        state, elbos = carry
+        state, elbo = step(problem, inputs, state, rates[k])
+        return state, elbos.at[k].set(elbo)
+
+    return jax.lax.fori_loop(0, count, body, (state, jnp.full(rates.shape, jnp.nan)))
+
+
+class Schedule:
+    """Decides the learning rate of the coming steps and when to stop. Rates are fractions of the full rate."""
+
+    def __init__(self, template: Template, batch: dict[str, int], steps: int | None, decays: bool):
+        epochs = [np.prod([template.plate(p).size / batch[p] for p in level]) for level in template.levels]
+        self.fewest = int(FEWEST_VISITS * max(epochs, default=1)) + 4 * SHORTEST_CHUNK
+        self.limit = int(MOST_VISITS * max(epochs, default=1)) if steps is None else steps
+        self.tolerance = 1e-4 * template.num_latents / max(epochs, default=1)
+        self.decays = decays
+        self.asked = steps is not None
+        # Where the decay starts and ends, once known.
+        self.decay = (int(0.4 * self.limit), self.limit) if self.asked else None
+        self.stop: Stop | None = None
+
+    @property
+    def total(self) -> int | None:
+        return self.decay[1] if self.decay else None
+
+    def rates(self, start: int) -> Float[np.ndarray, " steps"]:
+        """Rates of the next chunk of steps; its length is how many to take."""
+        end = min(start + max(SHORTEST_CHUNK, start // 10), start + LONGEST_CHUNK, self.total or self.limit)
+        steps = np.arange(start, end)
+        if self.decay is None or not self.decays:
+            return np.ones(len(steps), np.float32)
+        begin, finish = self.decay
+        progress = np.clip((steps - begin) / max(finish - begin, 1), 0.0, 1.0)
+        return (0.5 * (1 + np.cos(np.pi * progress))).astype(np.float32)
+
+    def update(self, elbos: list[np.ndarray]) -> None:
+        """Looks at all ELBOs so far; sets `stop` when it is time."""
+        taken = sum(len(chunk) for chunk in elbos)
+        if self.decay is not None:
+            if taken >= self.decay[1]:
+                self.stop = Stop.STEPS if self.asked else Stop.SETTLED
+        elif taken >= self.limit:
+            self.stop = Stop.LIMIT
+        elif taken >= self.fewest and self._settled(np.concatenate(elbos)):
+            # With an optimizer of the caller's own, its learning rate is the caller's business.
+            self.decay = (taken, min(2 * taken, self.limit) if self.decays else taken)
+            if not self.decays:
+                self.stop = Stop.SETTLED
+
+    def _settled(self, elbos: np.ndarray) -> bool:
+        """Whether the latest fifth of the run gained less over the fifth before it than noise would explain."""
+        window = max(SHORTEST_CHUNK, len(elbos) // 5)
+        before, latest = elbos[-2 * window : -window], elbos[-window:]
+        recent = elbos[-2 * window :]
+        # Differences of neighbours measure the noise free of the trend.
+        noise = np.sqrt(0.5 * np.nanmean(np.diff(recent) ** 2) * 2 / window)
+        return bool(np.nanmean(latest) - np.nanmean(before) < 2 * noise + self.tolerance)
+
+
+class Trained(NamedTuple):
+    """What training leaves."""
+
+    state: State
+    history: dict[str, np.ndarray]
+    stop: Stop
+
+
+def train(problem: Problem, inputs: Inputs, state: State, schedule: Schedule, started: float, progress_bar: bool) -> Trained:
+    """Takes chunks of steps until the schedule says stop, Ctrl-C is pressed, or steps keep failing."""
+    elbos: list[np.ndarray] = []
+    seconds: list[np.ndarray] = []
+    taken, skipped = 0, 0
+    stop = None
+    with _interruptible() as interrupted, tqdm(
+        total=schedule.total, disable=not progress_bar, unit="step", dynamic_ncols=True
+    ) as bar:
+        while stop is None:
+            rates = schedule.rates(taken)
+            padded = np.zeros(LONGEST_CHUNK, np.float32)
+            padded[: len(rates)] = rates
+            before = time.perf_counter()
+            state, chunk = run_chunk(problem, inputs, state, padded, np.int32(len(rates)))
+            elbos.append(np.asarray(chunk)[: len(rates)].astype(np.float64))
+            now = time.perf_counter()
+            seconds.append(np.linspace(before, now, len(rates) + 1)[1:] - started)
+            taken += len(rates)
+            failed = int(state.skipped) - skipped
+            skipped += failed
+            stop = _verdict(schedule, elbos, failed, len(rates), interrupted)
+            bar.total = schedule.total
+            bar.set_postfix_str(_summary(elbos, skipped), refresh=False)
+            bar.update(len(rates))
+    history = {
+        "step": np.arange(1, taken + 1),
+        "elbo": np.concatenate(elbos),
+        "seconds": np.concatenate(seconds),
+    }
+    _report(stop, skipped, taken)
+    return Trained(state, history, stop)
+
+
+def _verdict(
+    schedule: Schedule, elbos: list[np.ndarray], failed: int, taken: int, interrupted: Callable[[], bool]
+) -> Stop | None:
+    if failed > 0.5 * taken:
+        return Stop.NON_FINITE
+    schedule.update(elbos)
+    if schedule.stop is None and interrupted():
+        return Stop.INTERRUPTED
+    return schedule.stop
+
+
+def _summary(elbos: list[np.ndarray], skipped: int) -> str:
+    recent = elbos[-1][np.isfinite(elbos[-1])]
+    text = f"ELBO {recent.mean():.2f}" if len(recent) else "ELBO not finite"
+    return text + (f", {skipped} skipped" if skipped else "")
+
+
+def _report(stop: Stop, skipped: int, taken: int) -> None:
+    if stop is Stop.NON_FINITE and skipped == taken:
+        raise TrainingError(
+            f"All {taken} steps had an ELBO or gradient that is not finite, so nothing was learned. Run the model under "
+            "`numpyro.handlers.seed` and `trace` and look for NaN or infinite log-probabilities: a scale of zero, an "
+            "exponential that overflows, or data outside the support of its distribution."
+        )
+    if stop in (Stop.NON_FINITE, Stop.LIMIT):
+        warnings.warn(f"The fit ended early: {stop.value} ({skipped} of {taken} steps skipped).", stacklevel=4)
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Turns the first Ctrl-C into a flag, so that it takes effect between chunks; a second one raises as usual."""
+    pressed: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    previous = signal.getsignal(signal.SIGINT)
+
+    def note(signum: int, frame: Any) -> None:
+        if pressed:
+            signal.signal(signal.SIGINT, previous)
+            raise KeyboardInterrupt
+        pressed.append(signum)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, previous)
