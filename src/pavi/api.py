@@ -24,11 +24,11 @@ from pavi.families import PAVI, Family, Units, Weights
 from pavi.posterior import Posterior, seed_of
 from pavi.template import Kind, Level, Template
 from pavi.tracing import read_template, trace
-from pavi.train import Inputs, Problem, Schedule, Stop, default_optimizers, init, prior_units, train
+from pavi.train import Problem, Schedule, Stop, default_optimizers, prepare, train
 
 # Numbers a step touches by default: on a CPU enough to keep the cores busy, on an accelerator many more.
-CPU_BUDGET = 2**17
-ACCELERATOR_BUDGET = 2**22
+CPU_BUDGET = 2**15
+ACCELERATOR_BUDGET = 2**20
 # A number of a latent costs about this many times what a number of data does: its flow has layers.
 FLOW_COST = 16
 
@@ -145,15 +145,14 @@ def fit(
     optimizers = default_optimizers() if optimizer is None else (optimizer, optimizer)
     problem = Problem(study, family, tuple(chosen.items()), num_particles, *optimizers)
     seed = seed_of(rng_key)
-    state = init(problem, seed)
-    units = prior_units(study, arguments, observations.arrays, seed)
     schedule = Schedule(template, chosen, steps, decays=optimizer is None)
-    trained = train(problem, Inputs(arguments, observations.arrays, units), state, schedule, started, progress_bar)
+    inputs, state = prepare(problem, arguments, observations.arrays, seed, schedule.short)
+    trained = train(problem, inputs, state, schedule, started, progress_bar)
     return Fit(
         study,
         family,
         trained.state.weights,
-        units,
+        inputs.units,
         arguments,
         observations,
         stop=trained.stop,

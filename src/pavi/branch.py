@@ -19,6 +19,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from pavi.template import Level
 
 
+# Up to this many drawn members, comparing all pairs is cheaper to compile and to run than sorting.
+LARGEST_PAIRWISE = 512
+
+
 class Branch(eqx.Module):
     """Drawn members per plate, each with its weight and whether it counts."""
 
@@ -39,10 +43,9 @@ class Branch(eqx.Module):
 
 def draw_branch(key: PRNGKeyArray, sizes: Mapping[str, int], batch: Mapping[str, int]) -> Branch:
     """Draws `batch[plate]` distinct members of every plate, in time that does not grow with the plates."""
-    keys = jax.random.split(key, max(len(sizes), 1))
     indices = {
-        plate: jnp.arange(size) if batch[plate] == size else distinct(plate_key, size, batch[plate])
-        for plate_key, (plate, size) in zip(keys, sizes.items(), strict=False)
+        plate: jnp.arange(size) if batch[plate] == size else distinct(jax.random.fold_in(key, k), size, batch[plate])
+        for k, (plate, size) in enumerate(sizes.items())
     }
     return _equally_weighted(indices, {plate: sizes[plate] / batch[plate] for plate in sizes})
 
@@ -64,23 +67,32 @@ def distinct(key: PRNGKeyArray, size: int, count: int) -> Int[Array, " count"]:
     """`count` distinct integers below `size`, every subset equally likely, in time that depends on `count` alone.
 
     Draws with replacement, then redraws repeats until none is left. The procedure treats all labels alike, so the
-    resulting set is uniform. A plate less than twice the count is permuted instead, which is no more work.
+    resulting set is uniform. Where more than half are wanted, the ones to leave out are marked in one pass instead,
+    which is no more work.
     """
     if 2 * count > size:
-        return jnp.sort(jax.random.permutation(key, size)[:count])
+        return jax.lax.top_k(jax.random.uniform(key, (size,)), count)[1]
+    wide = (1 << (size - 1).bit_length()) - 1  # draws beyond `size` are redrawn as well, so no label is favoured
 
-    def repeats(drawn: Int[Array, " count"]) -> Bool[Array, " count"]:
-        return jnp.concatenate([jnp.zeros(1, bool), drawn[1:] == drawn[:-1]])
+    def redraw(state: tuple[Int[Array, ""], Array, Array]) -> tuple[Int[Array, ""], Array, Array]:
+        round_, drawn, keep = state
+        bits = jax.random.bits(jax.random.fold_in(key, round_), (count,), jnp.uint32)
+        drawn = jnp.where(keep, drawn, (bits & wide).astype(jnp.int32))
+        return round_ + 1, drawn, (drawn < size) & ~_repeated(drawn)
 
-    def redraw(state: tuple[PRNGKeyArray, Int[Array, " count"]]) -> tuple[PRNGKeyArray, Int[Array, " count"]]:
-        key, drawn = state
-        key, subkey = jax.random.split(key)
-        fresh = jax.random.randint(subkey, (count,), 0, size)
-        return key, jnp.sort(jnp.where(repeats(drawn), fresh, drawn))
+    start = (jnp.zeros((), jnp.int32), jnp.zeros(count, jnp.int32), jnp.zeros(count, bool))
+    return jax.lax.while_loop(lambda state: ~state[2].all(), redraw, start)[1]
 
-    key, subkey = jax.random.split(key)
-    drawn = jnp.sort(jax.random.randint(subkey, (count,), 0, size))
-    return jax.lax.while_loop(lambda state: repeats(state[1]).any(), redraw, (key, drawn))[1]
+
+def _repeated(drawn: Int[Array, " count"]) -> Bool[Array, " count"]:
+    """Whether an equal number stands earlier."""
+    if len(drawn) <= LARGEST_PAIRWISE:
+        earlier = jnp.tri(len(drawn), k=-1, dtype=bool)
+        return ((drawn[:, None] == drawn) & earlier).any(1)
+    order = jnp.argsort(drawn, stable=True)
+    ordered = drawn[order]
+    again = jnp.concatenate([jnp.zeros(1, bool), ordered[1:] == ordered[:-1]])
+    return jnp.zeros(len(drawn), bool).at[order].set(again, unique_indices=True)
 
 
 def choose_batch(plates: Mapping[str, int], work: Mapping[Level, int], budget: int) -> dict[str, int]:

@@ -44,6 +44,10 @@ class Hashable:
         return isinstance(other, Hashable) and self._key() == other._key()
 
 
+# Keys are folded with member indices and with site numbers; this keeps the two apart.
+SITE_TAG = 2**31
+
+
 @dataclasses.dataclass(frozen=True)
 class Study:
     """The unchanging part of a problem: a model, its template, and those of its arguments that are not arrays.
@@ -128,7 +132,8 @@ class _Cascade(Messenger):
     ):
         super().__init__()
         self.template, self.sampler, self.encodings = template, sampler, encodings
-        self.indices, self.data, self.key, self.predict = indices, data, key, predict
+        self.indices, self.data, self.predict = indices, data, predict
+        self.keys: dict[Level, PRNGKeyArray] = {(): key}
         self.sites = {site.name: (k, site) for k, site in enumerate(template.sites)}
         self.found = Pass({}, {}, {}, {})
 
@@ -149,10 +154,11 @@ class _Cascade(Messenger):
             self.found.values[site.name] = jnp.asarray(msg["value"]).reshape(site.member_shape)
 
     def _key(self, site: Site) -> PRNGKeyArray:
-        key = jax.random.fold_in(self.key, self.sites[site.name][0])
-        for plate in site.level:
-            key = jax.random.fold_in(key, self.indices[plate])
-        return key
+        for k in range(len(site.level)):
+            if site.level[: k + 1] not in self.keys:
+                inner = jax.random.fold_in(self.keys[site.level[:k]], self.indices[site.level[k]])
+                self.keys[site.level[: k + 1]] = inner
+        return jax.random.fold_in(self.keys[site.level], SITE_TAG + self.sites[site.name][0])
 
     def _latent(self, site: Site, msg: Message) -> None:
         fn, counts = _unmasked(msg["fn"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ from pavi import data as observed_data
 from pavi import rows as row_ops
 from pavi.branch import Branch, choose_batch
 from pavi.cascade import Pass, Study, cascade
+from pavi.compiling import quick_jit
 from pavi.data import Observations
 from pavi.errors import SettingError
 from pavi.families import Family, Units, Weights
@@ -365,7 +365,7 @@ def seed_of(rng_key: int | PRNGKeyArray) -> np.ndarray:
     return np.asarray(data)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@quick_jit(static_argnums=(0, 1, 2, 3))
 def _draw(
     study: Study, family: Family, names: tuple[str, ...], predict: bool, inputs: tuple, indices: dict, ids: Array, seed: Array
 ) -> dict[str, Array]:
@@ -378,7 +378,7 @@ def _draw(
     return jax.vmap(one)(ids)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@quick_jit(static_argnums=(0, 1))
 def _score(
     study: Study, family: Family, inputs: tuple, indices: dict, counts: dict, ids: Array, seed: Array
 ) -> dict[str, Float[Array, " draws"]]:

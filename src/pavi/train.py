@@ -11,11 +11,13 @@ many steps again: the first part finds the optimum, the second removes the jitte
 from __future__ import annotations
 
 import dataclasses
+import functools
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -31,6 +33,7 @@ from tqdm.auto import tqdm
 from pavi import data as observed_data
 from pavi import rows as row_ops
 from pavi.branch import Branch, draw_branch
+from pavi.compiling import quick_jit, quick_options
 from pavi.cascade import Draw, Prior, Study, cascade
 from pavi.elbo import reduced_elbo
 from pavi.errors import TrainingError
@@ -44,9 +47,11 @@ ROW_RATE = 2e-2
 LONGEST_CHUNK = 1000
 SHORTEST_CHUNK = 50
 # Without `steps`: a row is visited at least this often at the full rate, and at most this often in all.
-FEWEST_VISITS = 50
+FEWEST_VISITS = 60
 MOST_VISITS = 5_000
 PRIOR_DRAWS = 256
+# A fit of at least this many steps is worth full compilation.
+LONG_FIT = 10_000
 
 
 class Stop(Enum):
@@ -127,6 +132,23 @@ def _init_state(
     return State(weights, optimizer.init(weights.shared), row_states, key, zero, zero)
 
 
+def prepare(
+    problem: Problem, arguments: Any, data: dict[str, Array], seed: np.ndarray, quick: bool
+) -> tuple[Inputs, State]:
+    """The inputs and the first state of training, with both of its functions compiled.
+
+    The small one is compiled in a thread while the big one is traced, which saves a user most of a second.
+    """
+    zeros = {site.name: np.zeros(site.size, jnp.result_type(float)) for site in problem.template.latents}
+    with ThreadPoolExecutor(1) as pool:
+        compiling = pool.submit(_draw_prior.lower(problem.study, arguments, data, seed).compile)
+        state = init(problem, seed)
+        inputs = Inputs(arguments, data, Units(zeros, zeros))
+        chunk_runner(quick).lower(problem, inputs, state, np.zeros(LONGEST_CHUNK, np.float32), np.int32(0))
+        compiling.result()
+    return inputs._replace(units=prior_units(problem.study, arguments, data, seed)), state
+
+
 def prior_units(study: Study, arguments: Any, data: dict[str, Array], seed: np.ndarray) -> Units:
     """Center and spread of each latent, by drawing from the prior for a few members spread over the plates."""
     draws = _draw_prior(study, arguments, data, seed)
@@ -140,7 +162,7 @@ def prior_units(study: Study, arguments: Any, data: dict[str, Array], seed: np.n
     return Units(center, spread)
 
 
-@partial(jax.jit, static_argnums=0)
+@quick_jit(static_argnums=(0,))
 def _draw_prior(study: Study, arguments: Any, data: dict[str, Array], seed: Array) -> dict[str, Array]:
     template = study.template
 
@@ -206,8 +228,7 @@ def step(problem: Problem, inputs: Inputs, state: State, rate: Float[Array, ""])
     return new_state, -value
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def run_chunk(problem: Problem, inputs: Inputs, state: State, rates: Array, count: Array) -> tuple[State, Array]:
+def _run_chunk(problem: Problem, inputs: Inputs, state: State, rates: Array, count: Array) -> tuple[State, Array]:
     """`count` steps in one compiled loop; the ELBO of each."""
 
     def body(k: Int[Array, ""], carry: tuple[State, Array]) -> tuple[State, Array]:
@@ -218,12 +239,19 @@ def run_chunk(problem: Problem, inputs: Inputs, state: State, rates: Array, coun
     return jax.lax.fori_loop(0, count, body, (state, jnp.full(rates.shape, jnp.nan)))
 
 
+@functools.cache
+def chunk_runner(quick: bool) -> Any:
+    """The compiled `_run_chunk`, compiled quickly for a fit that will be short."""
+    options = quick_options() if quick else None
+    return jax.jit(_run_chunk, static_argnums=0, donate_argnums=2, compiler_options=options)
+
+
 class Schedule:
     """Decides the learning rate of the coming steps and when to stop. Rates are fractions of the full rate."""
 
     def __init__(self, template: Template, batch: dict[str, int], steps: int | None, decays: bool):
         epochs = [np.prod([template.plate(p).size / batch[p] for p in level]) for level in template.levels]
-        self.fewest = int(FEWEST_VISITS * max(epochs, default=1)) + 4 * SHORTEST_CHUNK
+        self.fewest = int(FEWEST_VISITS * max(epochs, default=1)) + 6 * SHORTEST_CHUNK
         self.limit = int(MOST_VISITS * max(epochs, default=1)) if steps is None else steps
         self.tolerance = 1e-4 * template.num_latents / max(epochs, default=1)
         self.decays = decays
@@ -231,6 +259,11 @@ class Schedule:
         # Where the decay starts and ends, once known.
         self.decay = (int(0.4 * self.limit), self.limit) if self.asked else None
         self.stop: Stop | None = None
+
+    @property
+    def short(self) -> bool:
+        """Whether the fit will likely be over before full compilation would have paid."""
+        return (self.limit if self.asked else 2 * self.fewest) < LONG_FIT
 
     @property
     def total(self) -> int | None:
@@ -292,7 +325,7 @@ def train(problem: Problem, inputs: Inputs, state: State, schedule: Schedule, st
             padded = np.zeros(LONGEST_CHUNK, np.float32)
             padded[: len(rates)] = rates
             before = time.perf_counter()
-            state, chunk = run_chunk(problem, inputs, state, padded, np.int32(len(rates)))
+            state, chunk = chunk_runner(schedule.short)(problem, inputs, state, padded, np.int32(len(rates)))
             elbos.append(np.asarray(chunk)[: len(rates)].astype(np.float64))
             now = time.perf_counter()
             seconds.append(np.linspace(before, now, len(rates) + 1)[1:] - started)
