@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -23,14 +24,14 @@ from pavi.errors import DataError, LoadError, SettingError
 from pavi.families import PAVI, Family, Units, Weights
 from pavi.posterior import Posterior, seed_of
 from pavi.template import Kind, Level, Template
-from pavi.tracing import read_template, trace
+from pavi.tracing import is_array, read_template, trace
 from pavi.train import Problem, Schedule, Stop, default_optimizers, prepare, train
 
 # Numbers a step touches by default: on a CPU enough to keep the cores busy, on an accelerator many more.
 CPU_BUDGET = 2**15
 ACCELERATOR_BUDGET = 2**20
 # A number of a latent costs about this many times what a number of data does: its flow has layers.
-FLOW_COST = 16
+FLOW_COST = 24
 
 
 class Fit(Posterior):
@@ -141,11 +142,11 @@ def fit(
     study, arguments, observations = _study(model, data, model_args, model_kwargs)
     template = study.template
     _check_counts(steps, num_particles)
-    chosen = _batch(template, batch, num_particles)
+    chosen, load = _batch(template, batch, num_particles)
     optimizers = default_optimizers() if optimizer is None else (optimizer, optimizer)
     problem = Problem(study, family, tuple(chosen.items()), num_particles, *optimizers)
     seed = seed_of(rng_key)
-    schedule = Schedule(template, chosen, steps, decays=optimizer is None)
+    schedule = Schedule(template, chosen, steps, decays=optimizer is None, load=load)
     inputs, state = prepare(problem, arguments, observations.arrays, seed, schedule.short)
     trained = train(problem, inputs, state, schedule, started, progress_bar)
     return Fit(
@@ -214,7 +215,7 @@ def _study(
 
 def _split_arguments(args: tuple, kwargs: dict) -> tuple[Hashable, Any]:
     """Arguments that are not arrays, which the compiled step depends on, and those that are."""
-    arrays, static = eqx.partition((args, kwargs), lambda leaf: isinstance(leaf, jax.Array | np.ndarray))
+    arrays, static = eqx.partition((args, kwargs), is_array)
     return Hashable(static), jax.tree.map(jnp.asarray, arrays)
 
 
@@ -225,8 +226,8 @@ def _check_counts(steps: int | None, num_particles: int) -> None:
         raise SettingError(f"num_particles={num_particles}: expected at least 1.")
 
 
-def _batch(template: Template, batch: Mapping[str, int] | None, num_particles: int) -> dict[str, int]:
-    """Members per step for every plate: those asked for, and for the rest what a step can afford."""
+def _batch(template: Template, batch: Mapping[str, int] | None, num_particles: int) -> tuple[dict[str, int], float]:
+    """Members per step for every plate: those asked for, and for the rest what a step can afford; what share that is."""
     batch = dict(batch or {})
     sizes = {plate.name: plate.size for plate in template.plates}
     for plate, count in batch.items():
@@ -234,16 +235,20 @@ def _batch(template: Template, batch: Mapping[str, int] | None, num_particles: i
             raise SettingError(f"batch names the plate {plate!r}, which the model does not have. Its plates: {list(sizes)}.")
         if not 1 <= count <= sizes[plate]:
             raise SettingError(f"batch[{plate!r}] = {count}: expected from 1 to the plate's size, {sizes[plate]}.")
+    free = {plate: size for plate, size in sizes.items() if plate not in batch}
+    work = _work(template, batch)
+    budget = (CPU_BUDGET if jax.default_backend() == "cpu" else ACCELERATOR_BUDGET) // num_particles
+    chosen = {plate: batch.get(plate, 1) for plate in sizes} | (choose_batch(free, work, budget) if free else {})
+    return chosen, sum(_work(template, chosen).values()) / budget
+
+
+def _work(template: Template, batch: Mapping[str, int]) -> dict[Level, int]:
+    """Numbers a step touches, given members of some plates: per level of the remaining ones, for one member of it."""
     work: dict[Level, int] = {}
     for site in template.sites:
-        if site.kind is Kind.DETERMINISTIC:
-            continue
-        numbers = int(np.prod(site.member_shape, dtype=int)) + FLOW_COST * site.size
-        for plate in site.level:
-            numbers *= batch.get(plate, 1)
-        level = tuple(plate for plate in site.level if plate not in batch)
-        work[level] = work.get(level, 0) + numbers
-    budget = CPU_BUDGET if jax.default_backend() == "cpu" else ACCELERATOR_BUDGET
-    free = {plate: size for plate, size in sizes.items() if plate not in batch}
-    chosen = choose_batch(free, work, budget // num_particles) if free else {}
-    return {plate: batch.get(plate, chosen.get(plate, 1)) for plate in sizes}
+        if site.kind is not Kind.DETERMINISTIC:
+            numbers = int(np.prod(site.member_shape, dtype=int)) + FLOW_COST * site.size
+            numbers *= math.prod(batch[plate] for plate in site.level if plate in batch)
+            level = tuple(plate for plate in site.level if plate not in batch)
+            work[level] = work.get(level, 0) + numbers
+    return work

@@ -26,11 +26,11 @@ LARGEST_PAIRWISE = 512
 class Branch(eqx.Module):
     """Drawn members per plate, each with its weight and whether it counts."""
 
-    indices: dict[str, Int[Array, " members"]]
-    weights: dict[str, Float[Array, " members"]]
-    mask: dict[str, Bool[Array, " members"]]
+    indices: dict[str, Int[Array, " _"]]
+    weights: dict[str, Float[Array, " _"]]
+    mask: dict[str, Bool[Array, " _"]]
 
-    def at(self, level: Level) -> tuple[Int[Array, " members"], ...]:
+    def at(self, level: Level) -> tuple[Int[Array, " _"], ...]:
         """Member indices along each plate of a level."""
         return tuple(self.indices[plate] for plate in level)
 
@@ -50,12 +50,12 @@ def draw_branch(key: PRNGKeyArray, sizes: Mapping[str, int], batch: Mapping[str,
     return _equally_weighted(indices, {plate: sizes[plate] / batch[plate] for plate in sizes})
 
 
-def fixed_branch(indices: Mapping[str, Int[Array, " members"]]) -> Branch:
+def fixed_branch(indices: Mapping[str, Int[Array, " _"]]) -> Branch:
     """The branch of exactly these members, each counted once."""
     return _equally_weighted(dict(indices), dict.fromkeys(indices, 1.0))
 
 
-def _equally_weighted(indices: dict[str, Int[Array, " members"]], weights: dict[str, float]) -> Branch:
+def _equally_weighted(indices: dict[str, Int[Array, " _"]], weights: dict[str, float]) -> Branch:
     return Branch(
         indices,
         {plate: jnp.full(index.shape, weights[plate]) for plate, index in indices.items()},

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -102,12 +102,8 @@ class Draw(NamedTuple):
     log_q: Float[Array, ""] | None
 
 
-class Sampler(Protocol):
-    """Draws one latent of one member, given what was drawn before (unconstrained values by site)."""
-
-    def __call__(
-        self, site: Site, prior: Prior, encoding: Array | None, given: Mapping[str, Array], key: PRNGKeyArray
-    ) -> Draw: ...
+# Draws one latent of one member: (site, prior, encoding, unconstrained values drawn before, key) -> Draw.
+Sampler = Callable[[Site, Prior, Array | None, Mapping[str, Array], PRNGKeyArray], Draw]
 
 
 class Pass(NamedTuple):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
 
-Index = tuple[Int[Array, " members"], ...]
+Index = tuple[Int[Array, " _"], ...]
 
 
 def gather(rows: PyTree[Array], index: Index) -> PyTree[Array]:

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,14 +65,14 @@ def trace(
     model: Callable, data: Mapping[str, Any] | Sequence[str], model_args: tuple, model_kwargs: Mapping[str, Any] | None
 ) -> tuple[Template, dict[str, constraints.Constraint | None]]:
     """The template, and the support of each observed site where it is known without running the model."""
-    kwargs = dict(model_kwargs or {})
-    names = resolve_names(model, data, model_args, kwargs)
-    full = _run(model, names, model_args, kwargs)
+    call = _Call(model, tuple(model_args), dict(model_kwargs or {}))
+    names = resolve_names(call, data)
+    full = _run(call, names)
     unknown = sorted(set(names) - set(full.sites))
     if unknown:
         known = sorted(name for name, record in full.sites.items() if record.kind is not Kind.DETERMINISTIC)
         raise DataError(f"`data` names {unknown}, which the model has no `numpyro.sample` site for. Its sites: {known}.")
-    single, reach = _run_single(model, names, model_args, kwargs, full)
+    single, reach = _run_single(call, names, full)
     plates = tuple(Plate(name, size, full.dims.get(name, -1)) for name, size in full.plates.items())
     sites = _given(tuple(_site(name, full, single, reach) for name in full.sites if _readable(name, full, single, reach)))
     supports = {name: full.sites[name].support for name in names}
@@ -181,7 +182,24 @@ class _Recorder(Messenger):
                 raise ModelError(f"Plate {plate!r} is used at two dims, {self.dims[plate]} and {dim}. Give it one `dim`.")
 
 
-def resolve_names(model: Callable, data: Mapping[str, Any] | Sequence[str], model_args: tuple, kwargs: dict) -> dict[str, str]:
+class _Call:
+    """The model with its arguments. Arrays among them are abstract here, as they are in every later run."""
+
+    def __init__(self, model: Callable, args: tuple, kwargs: dict):
+        self.model = model
+        self.arrays, self.static = eqx.partition((args, kwargs), is_array)
+
+    def __call__(self, arrays: Any) -> None:
+        args, kwargs = eqx.combine(arrays, self.static)
+        self.model(*args, **kwargs)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf of the model's arguments is passed to compiled functions as an array; the rest is built in."""
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def resolve_names(call: _Call, data: Mapping[str, Any] | Sequence[str]) -> dict[str, str]:
     """{site: name in `data`}. `sample(..., obs_mask=...)` calls its observed half `<name>_observed`."""
 
     class Names(Messenger):
@@ -196,42 +214,43 @@ def resolve_names(model: Callable, data: Mapping[str, Any] | Sequence[str], mode
 
     names = Names()
 
-    def run() -> None:
+    def run(arrays: Any) -> None:
         with seed(rng_seed=0), names:
-            model(*model_args, **kwargs)
+            call(arrays)
 
-    _abstractly(run)
+    _abstractly(lambda: jax.eval_shape(run, call.arrays))
     return {
         f"{name}_observed" if name not in names.names and f"{name}_observed" in names.names else name: name for name in data
     }
 
 
-def _run(model: Callable, observed: Mapping[str, str], model_args: tuple, kwargs: dict) -> _Recorder:
+def _run(call: _Call, observed: Mapping[str, str]) -> _Recorder:
     recorder = _Recorder(tuple(observed), None, None)
 
-    def run() -> None:
+    def run(arrays: Any) -> None:
         with seed(rng_seed=0), recorder:
-            model(*model_args, **kwargs)
+            call(arrays)
 
-    _abstractly(run)
+    _abstractly(lambda: jax.eval_shape(run, call.arrays))
     return recorder
 
 
 def _run_single(
-    model: Callable, observed: Mapping[str, str], model_args: tuple, kwargs: dict, full: _Recorder
+    call: _Call, observed: Mapping[str, str], full: _Recorder
 ) -> tuple[_Recorder, dict[str, frozenset[str]]]:
     """The one-member run; which "latent:..." and "plate:..." inputs reach each site."""
     recorder: list[_Recorder] = []
 
-    def run(**inputs: jax.Array) -> dict[str, jax.Array]:
+    def run(**inputs: Any) -> dict[str, jax.Array]:
         latents = {name[7:]: value for name, value in inputs.items() if name.startswith("latent:")}
         indices = {name[6:]: value for name, value in inputs.items() if name.startswith("plate:")}
         recorder.append(_Recorder(tuple(observed), latents, indices))
         with seed(rng_seed=0), recorder[-1]:
-            model(*model_args, **kwargs)
+            call(inputs["arrays"])
         return recorder[-1].outputs
 
-    inputs: dict[str, Any] = {f"plate:{name}": jax.ShapeDtypeStruct((), jnp.int32) for name in full.plates}
+    inputs: dict[str, Any] = {"arrays": call.arrays}
+    inputs |= {f"plate:{name}": jax.ShapeDtypeStruct((), jnp.int32) for name in full.plates}
     for name, record in full.sites.items():
         if record.kind is Kind.LATENT:
             shape = list(record.shape)
@@ -257,7 +276,7 @@ def _not_subsampled(name: str, plate: str, size: int, record: _Record) -> ModelE
 
 def _abstractly(run: Callable[[], Any], subsampled: bool = False) -> Any:
     try:
-        return run() if subsampled else jax.eval_shape(run)
+        return run()
     except PaviError:
         raise
     except UnexpectedTracerError as error:
@@ -277,7 +296,8 @@ def _abstractly(run: Callable[[], Any], subsampled: bool = False) -> Any:
             "It runs with whole plates but fails when shown one member of each: an array of full plate size inside a "
             "plate must be wrapped in `numpyro.subsample(array, event_dim=...)`."
             if subsampled
-            else "Check that it runs under plain NumPyro with the same `model_args` and `model_kwargs`."
+            else "Check that it runs under plain NumPyro with the same `model_args` and `model_kwargs`. Arrays among them are "
+            "traced: sizes and other numbers that Python must know belong in arguments of their own."
         )
         raise ModelError(f"The model failed while it was read: {type(error).__name__}: {error}. {hint}") from error
 
@@ -343,7 +363,7 @@ def _deterministic_axes(name: str, full: _Recorder, single: _Recorder, reach: Ma
     for source in _reached(name, reach):
         if source.startswith("latent:"):
             plates |= {plate for plate, _ in full.sites[source[7:]].frames}
-        else:
+        elif source.startswith("plate:"):
             plates.add(source[6:])
     whole, one = full.sites[name].shape, single.sites[name].shape
     if len(whole) != len(one):

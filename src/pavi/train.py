@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 
 from pavi import data as observed_data
 from pavi import rows as row_ops
-from pavi.branch import Branch, draw_branch
+from pavi.branch import draw_branch, fixed_branch
 from pavi.compiling import quick_jit, quick_options
 from pavi.cascade import Draw, Prior, Study, cascade
 from pavi.elbo import reduced_elbo
@@ -47,7 +47,7 @@ ROW_RATE = 2e-2
 LONGEST_CHUNK = 1000
 SHORTEST_CHUNK = 50
 # Without `steps`: a row is visited at least this often at the full rate, and at most this often in all.
-FEWEST_VISITS = 60
+FEWEST_VISITS = 40
 MOST_VISITS = 5_000
 PRIOR_DRAWS = 256
 # A fit of at least this many steps is worth full compilation.
@@ -171,8 +171,7 @@ def _draw_prior(study: Study, arguments: Any, data: dict[str, Array], seed: Arra
 
     def one(k: Int[Array, ""]) -> dict[str, Array]:
         indices = {plate.name: (k * plate.size // PRIOR_DRAWS)[None] for plate in template.plates}
-        ones = {name: jnp.ones(1) for name in indices}
-        branch = Branch(indices, ones, ones)
+        branch = fixed_branch(indices)
         sliced = observed_data.at_branch(template, data, branch, frozenset())
         key = jax.random.fold_in(jax.random.wrap_key_data(seed), k)
         found = cascade(study, arguments, sampler, {}, branch, sliced, key)
@@ -249,9 +248,10 @@ def chunk_runner(quick: bool) -> Any:
 class Schedule:
     """Decides the learning rate of the coming steps and when to stop. Rates are fractions of the full rate."""
 
-    def __init__(self, template: Template, batch: dict[str, int], steps: int | None, decays: bool):
+    def __init__(self, template: Template, batch: dict[str, int], steps: int | None, decays: bool, load: float):
+        """`load` is how much of the work a step may do it does: small steps are cheap, so more of them are taken."""
         epochs = [np.prod([template.plate(p).size / batch[p] for p in level]) for level in template.levels]
-        self.fewest = int(FEWEST_VISITS * max(epochs, default=1)) + 6 * SHORTEST_CHUNK
+        self.fewest = int(FEWEST_VISITS * max(epochs, default=1)) + int(300 / np.clip(load, 0.2, 1.0))
         self.limit = int(MOST_VISITS * max(epochs, default=1)) if steps is None else steps
         self.tolerance = 1e-4 * template.num_latents / max(epochs, default=1)
         self.decays = decays
@@ -294,13 +294,16 @@ class Schedule:
                 self.stop = Stop.SETTLED
 
     def _settled(self, elbos: np.ndarray) -> bool:
-        """Whether the latest fifth of the run gained less over the fifth before it than noise would explain."""
-        window = max(SHORTEST_CHUNK, len(elbos) // 5)
-        before, latest = elbos[-2 * window : -window], elbos[-window:]
+        """Whether the last third of the run gained no more over the third before it than noise would explain."""
+        window = len(elbos) // 3
         recent = elbos[-2 * window :]
+        # A rare draw far off its posterior says nothing of the trend.
+        middle = np.nanmedian(recent)
+        recent = np.maximum(recent, middle - 20 * np.nanmedian(np.abs(recent - middle)))
+        before, latest = recent[:window], recent[window:]
         # Differences of neighbours measure the noise free of the trend.
         noise = np.sqrt(0.5 * np.nanmean(np.diff(recent) ** 2) * 2 / window)
-        return bool(np.nanmean(latest) - np.nanmean(before) < 2 * noise + self.tolerance)
+        return bool(np.nanmean(latest) - np.nanmean(before) < noise + self.tolerance)
 
 
 class Trained(NamedTuple):

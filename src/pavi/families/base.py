@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -23,8 +23,8 @@ from pavi.template import Level, Site, Template
 class Units(NamedTuple):
     """Center and spread of each latent under the prior, per number. Flows work in these units."""
 
-    center: dict[str, Float[Array, " size"]]
-    spread: dict[str, Float[Array, " size"]]
+    center: dict[str, Array | np.ndarray]
+    spread: dict[str, Array | np.ndarray]
 
     def standardize(self, name: str, value: Array) -> Array:
         return (value - self.center[name]) / self.spread[name]
@@ -37,6 +37,7 @@ class Weights(NamedTuple):
     rows: dict[Level, Array | np.ndarray]
 
 
+@runtime_checkable
 class Family(Protocol):
     """A way to build q for a template. Frozen and hashable; holds settings, never weights."""
 

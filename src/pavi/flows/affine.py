@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flowjax.bijections import AbstractBijection
@@ -21,7 +22,13 @@ LARGEST_TRIANGLE = 32
 
 
 class ConditionalAffine(AbstractBijection):
-    """z = shift + diag(scale) T u, with T unit lower triangular (the identity where `triangular` is false)."""
+    """z = center + gate * offset + scale * T (u - center), with T unit lower triangular, all regressed from the condition.
+
+    The gate, between 0 and 1, is how much the data say: scale = sqrt(1 - gate) * exp(gate * stretch). With a gate of zero
+    the prior passes through untouched, whatever its parents; with a gate of one it is forgotten. In a normal model with
+    unknown spread tau the exact posterior has this form with a gate that is a sigmoid of log tau, so it is in the family
+    from tau = 0 (all members alike) to tau = infinity (all on their own), which a plain shift and scale is not.
+    """
 
     shape: tuple[int, ...]
     cond_shape: tuple[int, ...]
@@ -31,33 +38,41 @@ class ConditionalAffine(AbstractBijection):
     def __init__(self, rng: np.random.Generator, dim: int, cond_dim: int, hidden: tuple[int, ...], triangular: bool):
         self.shape, self.cond_shape = (dim,), (cond_dim,)
         self.triangular = triangular and dim > 1
-        below = dim * (dim - 1) // 2 if self.triangular else 0
-        # The condition moves the location from the start; scales and slopes learn to depend on it.
-        weight = np.zeros((cond_dim, 2 * dim + below))
+        size = 4 * dim + (dim * (dim - 1) // 2 if self.triangular else 0)
+        # The condition moves the offset from the start; the rest learns to depend on it.
+        weight = np.zeros((cond_dim, size))
         weight[:, :dim] = rng.normal(size=(cond_dim, dim)) / np.sqrt(max(cond_dim, 1))
-        bias = np.zeros(2 * dim + below)
-        bias[dim : 2 * dim] = np.log(INITIAL_SCALE)
+        bias = np.zeros(size)
+        bias[dim : 2 * dim] = np.log(1 / INITIAL_SCALE**2 - 1)
         self.conditioner = Conditioner(rng, weight, bias, hidden)
 
-    def _parameters(self, condition: Array) -> tuple[Array, Array, Array | None]:
+    def _parameters(self, condition: Array) -> tuple[Array, Array, Array, Array | None]:
+        """Center, gated offset, log scale, and the part of T below the diagonal."""
         dim = self.shape[0]
         out = self.conditioner(condition)
+        offset, logit, stretch, center = out[:dim], out[dim : 2 * dim], out[2 * dim : 3 * dim], out[3 * dim : 4 * dim]
+        gate = jax.nn.sigmoid(logit)
+        log_scale = 0.5 * jax.nn.log_sigmoid(-logit) + gate * stretch
         slopes = None
         if self.triangular:
-            slopes = jnp.zeros((dim, dim)).at[np.tril_indices(dim, -1)].set(out[2 * dim :])
-        return out[:dim], out[dim : 2 * dim], slopes
+            slopes = jnp.zeros((dim, dim)).at[np.tril_indices(dim, -1)].set(out[4 * dim :])
+        return center, gate * offset, log_scale, slopes
 
     def transform_and_log_det(self, x: Array, condition: Array | None = None) -> tuple[Array, Array]:
         assert condition is not None
-        shift, log_scale, slopes = self._parameters(condition)
-        mixed = x if slopes is None else x + slopes @ x
-        return shift + jnp.exp(log_scale) * mixed, log_scale.sum()
+        center, shift, log_scale, slopes = self._parameters(condition)
+        mixed = x - center
+        if slopes is not None:
+            mixed = mixed + slopes @ mixed
+        return center + shift + jnp.exp(log_scale) * mixed, log_scale.sum()
 
     def inverse_and_log_det(self, y: Array, condition: Array | None = None) -> tuple[Array, Array]:
         assert condition is not None
-        shift, log_scale, slopes = self._parameters(condition)
-        mixed = (y - shift) * jnp.exp(-log_scale)
-        return mixed if slopes is None else solve_lower(jnp.eye(len(y)) + slopes, mixed), -log_scale.sum()
+        center, shift, log_scale, slopes = self._parameters(condition)
+        mixed = (y - center - shift) * jnp.exp(-log_scale)
+        if slopes is not None:
+            mixed = solve_lower(jnp.eye(len(y)) + slopes, mixed)
+        return center + mixed, -log_scale.sum()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,8 +111,8 @@ def solve_lower(lower: Float[Array, "dim dim"], target: Float[Array, " dim"]) ->
 class Linear(eqx.Module):
     """x @ weight + bias, with a fixed 0-1 mask on the weight where one is given."""
 
-    weight: Float[Array, "in out"]
-    bias: Float[Array, " out"]
+    weight: Float[Array | np.ndarray, "in out"]
+    bias: Float[Array | np.ndarray, " out"]
     mask: np.ndarray | None = None
 
     def __call__(self, x: Float[Array, " in"]) -> Float[Array, " out"]:

@@ -15,7 +15,10 @@ from jaxtyping import Array, Float
 
 from pavi.errors import SettingError
 from pavi.flows.affine import LARGEST_TRIANGLE, ConditionalAffine
-from pavi.flows.base import LARGEST_JACOBIAN, Flow, Path, Perceptron
+from pavi.flows.base import LARGEST_JACOBIAN, Flow, Linear, Path, Perceptron, as_weight
+
+
+OPEN = 2.0  # logit of a gate at the start
 
 
 class LogAffine(bij.AbstractBijection):
@@ -37,13 +40,15 @@ class LogAffine(bij.AbstractBijection):
 class Autoregressive(bij.AbstractBijection):
     """y_i = transformer(x_i; parameters from x_1..x_{i-1} and the condition), in one pass.
 
-    FlowJAX's `MaskedAutoregressive`, with any hidden widths and with starting weights drawn on the host: building
-    FlowJAX's own costs seconds of compilation. Starts as the transformer of all-zero parameters.
+    FlowJAX's `MaskedAutoregressive`, with any hidden widths, starting weights drawn on the host (building FlowJAX's own
+    costs seconds of compilation), and a gate: the parameters are multiplied by a sigmoid of the condition, so that the
+    layer can step aside where the prior is narrow and any push would be too much. All-zero parameters are the identity.
     """
 
     shape: tuple[int, ...]
     cond_shape: tuple[int, ...]
     network: Perceptron
+    gate: Linear
     transformer: Callable[[Array], bij.AbstractBijection] = eqx.field(static=True)
 
     def __init__(
@@ -65,10 +70,12 @@ class Autoregressive(bij.AbstractBijection):
         masks = [a[:, None] <= b for a, b in zip(ranks[:-2], ranks[1:-1], strict=True)]
         masks.append(ranks[-2][:, None] < ranks[-1])
         self.network = Perceptron(rng, [len(rank) for rank in ranks], masks)
+        self.gate = Linear(as_weight(np.zeros((cond_dim, dim))), as_weight(np.full(dim, OPEN)))
 
     def _parameters(self, x: Array, condition: Array | None) -> Array:
         assert condition is not None
-        return self.network(jnp.concatenate([x, condition])).reshape(self.shape[0], -1)
+        parameters = self.network(jnp.concatenate([x, condition])).reshape(self.shape[0], -1)
+        return jax.nn.sigmoid(self.gate(condition))[:, None] * parameters
 
     def transform_and_log_det(self, x: Array, condition: Array | None = None) -> tuple[Array, Array]:
         parameters = self._parameters(x, condition)
