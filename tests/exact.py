@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
-from numpyro.handlers import block, condition, seed, trace
+from numpyro.handlers import condition, seed, trace
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.util import log_density
 
@@ -26,14 +26,20 @@ def gaussian(model: Callable, data: dict, args: tuple = (), kwargs: dict | None 
     """Solves a linear Gaussian model by the Hessian of its log joint, in double precision on the host."""
     kwargs = kwargs or {}
     conditioned = condition(model, {name: jnp.asarray(value) for name, value in data.items()})
-    sites = trace(seed(conditioned, 0)).get_trace(*args, **kwargs)
-    latents = {n: s["value"] for n, s in sites.items() if s["type"] == "sample" and not s["is_observed"]}
-    flat, unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, latents))
+    sites = {}
+
+    def run() -> None:
+        sites.update(trace(seed(conditioned, 0)).get_trace(*args, **kwargs))
+
+    jax.eval_shape(run)
+    latents = {n: np.zeros(s["value"].shape, np.float32) for n, s in sites.items() if s["type"] == "sample" and not s["is_observed"]}
+    flat, unravel = ravel_pytree(latents)
 
     def log_joint(flat: jax.Array) -> jax.Array:
         return log_density(conditioned, args, kwargs, unravel(flat))[0]
 
-    value, gradient, hessian = log_joint(flat), jax.grad(log_joint)(flat), jax.hessian(log_joint)(flat)
+    everything = jax.jit(lambda flat: (log_joint(flat), jax.grad(log_joint)(flat), jax.hessian(log_joint)(flat)))
+    value, gradient, hessian = everything(flat)
     precision = -np.asarray(hessian, np.float64)
     covariance = np.linalg.inv(precision)
     mean = covariance @ np.asarray(gradient, np.float64)
@@ -74,4 +80,4 @@ def assert_moments(fit, expected, sites, mean_tolerance: float, sd_tolerance: fl
         assert np.abs(ratio - 1).max() < sd_tolerance, f"{name}: sd ratios {ratio.min():.3f} to {ratio.max():.3f}"
 
 
-__all__ = ["Gaussian", "Moments", "assert_moments", "block", "gaussian", "nuts"]
+__all__ = ["Gaussian", "Moments", "assert_moments", "gaussian", "nuts"]

@@ -331,7 +331,7 @@ def test_unknown_scales_match_nuts():
 
 
 def test_counts_match_nuts():
-    counts = RNG.poisson(3.0, size=(6, 8))
+    counts = RNG.poisson(np.exp(RNG.normal(1.0, 0.8, size=(6, 1))), size=(6, 8))
 
     def model():
         mu = numpyro.sample("mu", dist.Normal(0, 2))

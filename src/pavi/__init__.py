@@ -1,6 +1,6 @@
 """Plate-amortized variational inference for NumPyro models of large populations."""
 
-from pavi import baselines
+from pavi import baselines, plots
 from pavi.api import Fit, fit, load
 from pavi.encodings import FreeEncodings
 from pavi.errors import DataError, LoadError, ModelError, PaviError, SettingError, TrainingError
@@ -36,5 +36,6 @@ __all__ = [
     "baselines",
     "fit",
     "load",
+    "plots",
     "read_template",
 ]

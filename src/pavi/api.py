@@ -143,7 +143,7 @@ def fit(
     template = study.template
     _check_counts(steps, num_particles)
     chosen, load = _batch(template, batch, num_particles)
-    optimizers = default_optimizers() if optimizer is None else (optimizer, optimizer)
+    optimizers = default_optimizers(family.row_rate) if optimizer is None else (optimizer, optimizer)
     problem = Problem(study, family, tuple(chosen.items()), num_particles, *optimizers)
     seed = seed_of(rng_key)
     schedule = Schedule(template, chosen, steps, decays=optimizer is None, load=load)

@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from enum import Enum
 
 from pavi.errors import ModelError
 
 Level = tuple[str, ...]
+
+# A co-parent (not a parent) with more numbers than this is left out of `Site.given`: it would cost every member of
+# the site a wide input for a dependence that data on many members has usually made weak.
+LARGEST_CO_PARENT = 64
 
 
 class Kind(Enum):
@@ -160,3 +165,35 @@ class Template:
         for row in [header, *rows]:
             lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return "\n".join(lines)
+
+
+def condition_sites(sites: tuple[Site, ...]) -> tuple[Site, ...]:
+    """The sites with `Site.given` filled in, by eliminating the latents from last to first on the moral graph.
+
+    In a model with one plate the result is the exact dependence structure of the posterior. With several plates,
+    a neighbour that lives in a plate the site is not in is left out (the paper's "horizontal" dependence).
+    """
+    latents = [site.name for site in sites if site.kind is Kind.LATENT]
+    order = {name: k for k, name in enumerate(latents)}
+    by_name = {site.name: site for site in sites}
+    neighbours: dict[str, set[str]] = {name: set() for name in latents}
+
+    def connect(names: Sequence[str]) -> None:
+        for name in names:
+            neighbours[name] |= set(names) - {name}
+
+    for site in sites:
+        if site.kind is not Kind.DETERMINISTIC:
+            connect([*site.parents, *([site.name] if site.kind is Kind.LATENT else [])])
+    filled: dict[str, tuple[str, ...]] = {}
+    for name in reversed(latents):
+        earlier = sorted((other for other in neighbours[name] if order[other] < order[name]), key=order.__getitem__)
+        connect(earlier)
+        site = by_name[name]
+        filled[name] = tuple(
+            other
+            for other in earlier
+            if set(by_name[other].level) <= set(site.level)
+            and (other in site.parents or by_name[other].size <= LARGEST_CO_PARENT)
+        )
+    return tuple(dataclasses.replace(site, given=filled.get(site.name, ())) for site in sites)

@@ -26,14 +26,9 @@ from numpyro.ops.provenance import eval_provenance
 from numpyro.primitives import Messenger
 
 from pavi.errors import DataError, ModelError, PaviError
-from pavi.template import Kind, Level, Plate, Site, Template
+from pavi.template import Kind, Level, Plate, Site, Template, condition_sites
 
 Message = dict[str, Any]
-
-# A co-parent (not a parent) with more numbers than this is left out of `Site.given`: it would cost every member of
-# the site a wide input for a dependence that data on many members has usually made weak.
-LARGEST_CO_PARENT = 64
-
 
 def read_template(
     model: Callable,
@@ -74,7 +69,7 @@ def trace(
         raise DataError(f"`data` names {unknown}, which the model has no `numpyro.sample` site for. Its sites: {known}.")
     single, reach = _run_single(call, names, full)
     plates = tuple(Plate(name, size, full.dims.get(name, -1)) for name, size in full.plates.items())
-    sites = _given(tuple(_site(name, full, single, reach) for name in full.sites if _readable(name, full, single, reach)))
+    sites = condition_sites(tuple(_site(name, full, single, reach) for name in full.sites if _readable(name, full, single, reach)))
     supports = {name: full.sites[name].support for name in names}
     return Template(plates, sites), supports
 
@@ -416,35 +411,3 @@ def _site(name: str, full: _Recorder, single: _Recorder, reach: Mapping) -> Site
         distribution=record.distribution,
         support="" if record.support is None else str(record.support),
     )
-
-
-def _given(sites: tuple[Site, ...]) -> tuple[Site, ...]:
-    """Fills in `Site.given` by eliminating the latents from last to first on the moral graph.
-
-    In a model with one plate the result is the exact dependence structure of the posterior. With several plates,
-    a neighbour that lives in a plate the site is not in is left out (the paper's "horizontal" dependence).
-    """
-    latents = [site.name for site in sites if site.kind is Kind.LATENT]
-    order = {name: k for k, name in enumerate(latents)}
-    by_name = {site.name: site for site in sites}
-    neighbours: dict[str, set[str]] = {name: set() for name in latents}
-
-    def connect(names: Sequence[str]) -> None:
-        for name in names:
-            neighbours[name] |= set(names) - {name}
-
-    for site in sites:
-        if site.kind is not Kind.DETERMINISTIC:
-            connect([*site.parents, *([site.name] if site.kind is Kind.LATENT else [])])
-    filled: dict[str, tuple[str, ...]] = {}
-    for name in reversed(latents):
-        earlier = sorted((other for other in neighbours[name] if order[other] < order[name]), key=order.__getitem__)
-        connect(earlier)
-        site = by_name[name]
-        filled[name] = tuple(
-            other
-            for other in earlier
-            if set(by_name[other].level) <= set(site.level)
-            and (other in site.parents or by_name[other].size <= LARGEST_CO_PARENT)
-        )
-    return tuple(dataclasses.replace(site, given=filled.get(site.name, ())) for site in sites)

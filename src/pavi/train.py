@@ -43,7 +43,6 @@ from pavi.template import Level, Site, Template
 # Adam with a short memory of squared gradients: they fall by orders of magnitude as the posterior narrows.
 ADAM = optax.scale_by_adam(b1=0.9, b2=0.95)
 SHARED_RATE = 5e-3
-ROW_RATE = 2e-2
 LONGEST_CHUNK = 1000
 SHORTEST_CHUNK = 50
 # Without `steps`: a row is visited at least this often at the full rate, and at most this often in all.
@@ -108,12 +107,10 @@ class State(NamedTuple):
     skipped: Int[Array, ""]
 
 
-def default_optimizers() -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-    """Optimizers of the shared weights and of the rows."""
-    return _DEFAULT_OPTIMIZERS
-
-
-_DEFAULT_OPTIMIZERS = (optax.chain(ADAM, optax.scale(-SHARED_RATE)), optax.chain(ADAM, optax.scale(-ROW_RATE)))
+@functools.cache
+def default_optimizers(row_rate: float) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """Optimizers of the shared weights and of the rows, whose learning rate is `row_rate` times the shared one."""
+    return optax.chain(ADAM, optax.scale(-SHARED_RATE)), optax.chain(ADAM, optax.scale(-row_rate * SHARED_RATE))
 
 
 def init(problem: Problem, seed: np.ndarray) -> State:

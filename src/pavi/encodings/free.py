@@ -33,7 +33,7 @@ class FreeEncodings:
     size: int | Mapping | None = None
 
     def __post_init__(self) -> None:
-        sizes = self.size.values() if isinstance(self.size, Mapping) else [self.size or 1]
+        sizes = self.size.values() if isinstance(self.size, Mapping) else [1 if self.size is None else self.size]
         if any(not isinstance(size, int) or size < 1 for size in sizes):
             raise SettingError(f"FreeEncodings(size={self.size!r}): expected sizes of at least 1.")
         if isinstance(self.size, Mapping):
@@ -60,7 +60,7 @@ class FreeEncodings:
         automatic = sum(other.size for other in template.latents if other.level == site.level)
         automatic = min(max(automatic, SMALLEST_DEFAULT), LARGEST_DEFAULT)
         if not isinstance(self.size, Mapping):
-            return self.size or automatic
+            return automatic if self.size is None else self.size
         keys = [site.name, site.level, *(site.level if len(site.level) == 1 else ()), ...]
         return next((self.size[key] for key in keys if key in self.size), automatic)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -40,6 +40,9 @@ class Weights(NamedTuple):
 @runtime_checkable
 class Family(Protocol):
     """A way to build q for a template. Frozen and hashable; holds settings, never weights."""
+
+    row_rate: ClassVar[float]
+    """Learning rate of the rows, relative to that of the shared weights."""
 
     def init(self, template: Template, rng: np.random.Generator) -> Weights:
         """Starting weights for the full study."""

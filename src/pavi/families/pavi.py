@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
@@ -33,8 +34,10 @@ class PAVI:
     """
 
     encodings: FreeEncodings = FreeEncodings()
-    flow: Flow | Mapping = MAF()
+    flow: Any = MAF()
     condition_on_parents: bool = True
+
+    row_rate: ClassVar[float] = 4.0
 
     def __post_init__(self) -> None:
         flows = self.flow.values() if isinstance(self.flow, Mapping) else [self.flow]

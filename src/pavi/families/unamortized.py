@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +36,8 @@ class UnamortizedFlows:
 
     flow: Flow | Mapping = MAF()
     condition_on_parents: bool = True
+
+    row_rate: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.flow, Mapping):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 import equinox as eqx
 import jax
@@ -90,7 +89,7 @@ class Affine(Flow):
         >>> family = pavi.PAVI(flow=pavi.Affine(scale="tril", hidden=(32,)))
     """
 
-    scale: Literal["diag", "tril"] = "diag"
+    scale: str = "diag"
     hidden: tuple[int, ...] = (32, 32)
 
     def __post_init__(self) -> None:

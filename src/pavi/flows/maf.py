@@ -83,7 +83,7 @@ class Autoregressive(bij.AbstractBijection):
         return y, log_dets.sum()
 
     def inverse_and_log_det(self, y: Array, condition: Array | None = None) -> tuple[Array, Array]:
-        def refine(_: int, x: Array) -> Array:  # each round fixes one more coordinate
+        def refine(_: Array, x: Array) -> Array:  # each round fixes one more coordinate
             return jax.vmap(lambda p, y: self.transformer(p).inverse(y))(self._parameters(x, condition), y)
 
         x = jax.lax.fori_loop(0, self.shape[0], refine, y)
