@@ -13,11 +13,11 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from models import gre, gre_evidence, simulate_gre
-from running import elbos
 from tqdm import tqdm
 
 import pavi
+from models import gre, gre_evidence, simulate_gre
+from running import elbos
 
 DIM, GROUPS, BATCH, POINTS, SIGMA_X = 8, 100, 2, 10, 0.3
 FRACTION = 0.01
@@ -30,7 +30,9 @@ def curve(family, seed: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
     evidence = gre_evidence(x, SIGMA_X)
     at = np.unique(np.geomspace(1, longest, 60).astype(int))
     steps, gaps = [], []
-    for taken, elbo in tqdm(elbos(model, {"x": x}, family, {"group": BATCH, "point": POINTS}, at, seed), total=len(at), leave=False):
+    for taken, elbo in tqdm(
+        elbos(model, {"x": x}, family, {"group": BATCH, "point": POINTS}, at, seed), total=len(at), leave=False
+    ):
         steps.append(taken)
         gaps.append(evidence - elbo)
         if gaps[-1] < 0.2 * FRACTION * gaps[0]:
@@ -53,7 +55,10 @@ def main() -> None:
         "PAVI-F": pavi.PAVI(encodings=pavi.FreeEncodings(128)),
         "one flow per group": pavi.baselines.UnamortizedFlows(),
     }
-    curves = {name: [curve(family, seed, arguments.longest) for seed in range(arguments.seeds)] for name, family in families.items()}
+    curves = {
+        name: [curve(family, seed, arguments.longest) for seed in range(arguments.seeds)]
+        for name, family in families.items()
+    }
     print("| method | gap at step 1 | steps to 1% of it (each seed) | median |")
     print("|---|---|---|---|")
     medians = {}

@@ -12,10 +12,10 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from models import gre, gre_evidence, simulate_gre
 from tqdm import tqdm
 
 import pavi
+from models import gre, gre_evidence, simulate_gre
 
 DIM, GROUPS, BATCH, POINTS, SIGMA_X = 8, 20, 2, 10, 0.3
 SIZES = (2, 4, 6, 8, 12, 16)

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from models import gre, gre_evidence, simulate_gre
 from numpyro.handlers import condition
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoIAFNormal, AutoMultivariateNormal, AutoNormal
 from tqdm import tqdm
 
 import pavi
+from models import gre, gre_evidence, simulate_gre
 
 REGIMES = {"informative": (10, 0.3), "balanced": (5, 1.0), "weak": (3, 3.0)}
 GUIDES = {"AutoNormal": AutoNormal, "AutoMultivariateNormal": AutoMultivariateNormal, "AutoIAFNormal": AutoIAFNormal}
@@ -37,7 +37,9 @@ def fit_guide(guide_class: type, model, x: np.ndarray, evidence: float) -> tuple
     for rate in RATES:
         conditioned = condition(model, {"x": jnp.asarray(x)})
         guide = guide_class(conditioned)
-        svi = SVI(conditioned, guide, optax.adam(optax.cosine_decay_schedule(rate, GUIDE_STEPS)), Trace_ELBO(num_particles=8))
+        svi = SVI(
+            conditioned, guide, optax.adam(optax.cosine_decay_schedule(rate, GUIDE_STEPS)), Trace_ELBO(num_particles=8)
+        )
         started = time.perf_counter()
         svi.run(jax.random.key(0), 1, progress_bar=False)
         result = svi.run(jax.random.key(0), GUIDE_STEPS, progress_bar=False, stable_update=True)

@@ -18,10 +18,10 @@ import numpyro.distributions as dist
 import optax
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
-from running import advance, start
 from tqdm import tqdm
 
 import pavi
+from running import advance, start
 
 BATCH, POINTS = 100, 5
 
@@ -39,7 +39,9 @@ def random_effects(size: int, x=None, batch: int | None = None):
 
 
 def bytes_of(tree) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if hasattr(leaf, "nbytes") and leaf.dtype != jax.dtypes.prng_key)
+    return sum(
+        leaf.nbytes for leaf in jax.tree.leaves(tree) if hasattr(leaf, "nbytes") and leaf.dtype != jax.dtypes.prng_key
+    )
 
 
 class Pavi:
@@ -93,7 +95,8 @@ def main() -> None:
     for size in tqdm(guides, desc="AutoNormal"):
         guide_times[size] = [guides[size].time() for _ in range(arguments.rounds)]
     base, guide_base = np.median(times[sizes[0]]), np.median(guide_times[sizes[0]] or [np.nan])
-    print(f"| groups | PAVI-F ms per step | ratio to {sizes[0]:,} | row memory (MB) | bytes per group | AutoNormal ms per step | ratio |")
+    print(f"| groups | PAVI-F ms per step | ratio to {sizes[0]:,} | row memory (MB) | bytes per group", end=" ")
+    print("| AutoNormal ms per step | ratio |")
     print("|---|---|---|---|---|---|---|")
     for size in sizes:
         now, guide_now = np.median(times[size]), np.median(guide_times[size] or [np.nan])

@@ -66,7 +66,9 @@ def main() -> None:
     pavi.plots.history(fit, left)
     raw = score.mean(1)
     order = np.argsort(raw)
-    middle.errorbar(raw[order], mean[order], 1.96 * sd[order], fmt=".", color="tab:green", alpha=0.4, markersize=3, linewidth=0.7)
+    middle.errorbar(
+        raw[order], mean[order], 1.96 * sd[order], fmt=".", color="tab:green", alpha=0.4, markersize=3, linewidth=0.7
+    )
     middle.plot(raw[order], raw[order], color="gray", linestyle="--", label="no pooling")
     middle.axhline(float(moments["mean"][0]), color="black", linewidth=0.8, label="population mean")
     middle.set(xlabel="mean score of the school's pupils", ylabel="posterior of the school", title="95% intervals")

@@ -24,7 +24,7 @@ class Gaussian(NamedTuple):
 
 def gaussian(model: Callable, data: dict, args: tuple = (), kwargs: dict | None = None) -> Gaussian:
     """Solves a linear Gaussian model by the Hessian of its log joint, in double precision on the host."""
-    kwargs = kwargs or {}
+    args, kwargs = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (args, kwargs or {}))
     conditioned = condition(model, {name: jnp.asarray(value) for name, value in data.items()})
     sites = {}
 
@@ -32,7 +32,9 @@ def gaussian(model: Callable, data: dict, args: tuple = (), kwargs: dict | None 
         sites.update(trace(seed(conditioned, 0)).get_trace(*args, **kwargs))
 
     jax.eval_shape(run)
-    latents = {n: np.zeros(s["value"].shape, np.float32) for n, s in sites.items() if s["type"] == "sample" and not s["is_observed"]}
+    latents = {
+        n: np.zeros(s["value"].shape, np.float32) for n, s in sites.items() if s["type"] == "sample" and not s["is_observed"]
+    }
     flat, unravel = ravel_pytree(latents)
 
     def log_joint(flat: jax.Array) -> jax.Array:

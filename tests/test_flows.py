@@ -95,7 +95,9 @@ def gradients(flow, path, dim, num=4000):
     return np.concatenate([np.asarray(leaf).reshape(num, -1) for leaf in per_draw], axis=1)
 
 
-@pytest.mark.parametrize("flow", [pavi.Affine("tril", hidden=(8,)), pavi.MAF(hidden=(8, 8)), pavi.Spline(hidden=(8,))], ids=str)
+@pytest.mark.parametrize(
+    "flow", [pavi.Affine("tril", hidden=(8,)), pavi.MAF(hidden=(8, 8)), pavi.Spline(hidden=(8,))], ids=str
+)
 def test_path_gradients_have_the_mean_of_full_gradients(flow):
     path, full = gradients(flow, flow.path(2), 2), gradients(flow, Path.NONE, 2)
     difference = path - full

@@ -69,9 +69,7 @@ def test_four_levels_without_dims():
     assert fit.sample(3)["school_mean"].dims == ("chain", "draw", "region", "school")
     data = {"x": np.asarray(fit._observations.arrays["x"]).transpose(2, 1, 0)}
     exact = gaussian(model, data)
-    exact = exact._replace(
-        mean={k: v.T for k, v in exact.mean.items()}, sd={k: v.T for k, v in exact.sd.items()}
-    )
+    exact = exact._replace(mean={k: v.T for k, v in exact.mean.items()}, sd={k: v.T for k, v in exact.sd.items()})
     gap = exact.evidence - fit.elbo(256).mean
     assert -0.05 < gap < 0.02 * fit.template.num_latents
     assert_moments(fit, exact, exact.mean, mean_tolerance=0.15, sd_tolerance=0.12)
@@ -178,8 +176,9 @@ def test_handlers_scale_mask_and_factor():
     def model(keep):
         mu = numpyro.sample("mu", dist.Normal(0, 2))
         numpyro.factor("pull", -0.5 * (mu - 1.0) ** 2)
-        with numpyro.plate("group", 6), numpyro.handlers.scale(scale=0.5):
-            with numpyro.handlers.mask(mask=numpyro.subsample(keep, event_dim=0)):
+        with numpyro.plate("group", 6):
+            counted = numpyro.handlers.mask(mask=numpyro.subsample(keep, event_dim=0))
+            with numpyro.handlers.scale(scale=0.5), counted:
                 numpyro.sample("x", dist.Normal(mu, 1))
 
     fit = check_gaussian(model, {"x": normal(6)}, args=(keep,), tolerance=0.005)
@@ -191,10 +190,9 @@ def test_masked_latents_count_in_neither_sum():
 
     def model(keep):
         mu = numpyro.sample("mu", dist.Normal(0, 2))
-        with numpyro.plate("group", 4):
-            with numpyro.handlers.mask(mask=numpyro.subsample(keep, event_dim=0)):
-                theta = numpyro.sample("theta", dist.Normal(mu, 1))
-                numpyro.sample("x", dist.Normal(theta, 1))
+        with numpyro.plate("group", 4), numpyro.handlers.mask(mask=numpyro.subsample(keep, event_dim=0)):
+            theta = numpyro.sample("theta", dist.Normal(mu, 1))
+            numpyro.sample("x", dist.Normal(theta, 1))
 
     def only_kept():
         mu = numpyro.sample("mu", dist.Normal(0, 2))

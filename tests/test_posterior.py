@@ -115,7 +115,9 @@ def test_load_keeps_arguments_coordinates_and_family(tmp_path):
         with numpyro.plate("time", 3):
             numpyro.sample("x", dist.Normal(slope * numpyro.subsample(t, event_dim=0) ** power, 0.5))
 
-    family = pavi.PAVI(encodings=pavi.FreeEncodings({"slope": 4, ...: 2}), flow={"slope": pavi.Affine("diag", ()), ...: pavi.MAF()})
+    family = pavi.PAVI(
+        encodings=pavi.FreeEncodings({"slope": 4, ...: 2}), flow={"slope": pavi.Affine("diag", ()), ...: pavi.MAF()}
+    )
     fit = pavi.fit(
         with_arguments,
         {"x": np.ones(3, np.float32)},

@@ -93,7 +93,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted():
         with numpyro.plate("group", 24):
             numpyro.sample("x", dist.Normal(mu, 1))
         # Not a number where mu is drawn above 4, which happens in a few steps at first.
-        numpyro.factor("trap", 0.0 * jnp.sqrt(2.0 - mu))
+        numpyro.factor("trap", 0.0 * jnp.sqrt(4.0 - mu))
 
     x = np.full(24, 0.5, np.float32)
     result = pavi.fit(model, {"x": x}, steps=1500, progress_bar=False, rng_key=0, family=wide())
@@ -212,6 +212,6 @@ def model():
         numpyro.sample("x", dist.Normal(mu, 1.))
 fit = pavi.fit(model, {"x": np.array([1., 2., 2., 3.])}, progress_bar=False)
 assert fit.sample(5)["mu"].dtype == np.float64, fit.sample(5)["mu"].dtype
-assert abs(fit.elbo(256).mean - -7.0584) < 2e-3, fit.elbo(256)
+assert abs(fit.elbo(256).mean - -7.06252) < 1e-4, fit.elbo(256)
 """
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=300)

@@ -53,8 +53,8 @@ class Fit(Posterior):
         final = self.history["elbo"][-100:]
         return (
             f"Fit of {self.template.num_latents:,} latents with {self.num_weights:,} weights: "
-            f"{len(self.history['step']):,} steps in {self.history['seconds'][-1]:.1f} s, ELBO about {np.nanmean(final):.2f}; "
-            f"{self.stop.value}"
+            f"{len(self.history['step']):,} steps in {self.history['seconds'][-1]:.1f} s, "
+            f"ELBO about {np.nanmean(final):.2f}; {self.stop.value}"
         )
 
     def save(self, path: str | os.PathLike) -> None:
@@ -178,7 +178,8 @@ def load(path: str | os.PathLike, model: Callable) -> Fit:
     template = read_template(model, list(observations.arrays), model_args=args, model_kwargs=kwargs)
     if str(template) != expected:
         raise LoadError(
-            f"The fit at {str(path)!r} is of another model. It was fitted with\n{expected}\nand the model given is\n{template}"
+            f"The fit at {str(path)!r} is of another model. It was fitted with\n{expected}\n"
+            f"and the model given is\n{template}"
         )
     arrays = {name: jnp.asarray(array) for name, array in observations.arrays.items()}
     static, arguments = _split_arguments(args, kwargs)
@@ -198,12 +199,10 @@ def load(path: str | os.PathLike, model: Callable) -> Fit:
 
 
 def _study(
-    model: Callable, data: Mapping[str, Any] | xr.Dataset, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    model: Callable, data: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
 ) -> tuple[Study, Any, Observations]:
     if not isinstance(data, Mapping):
         raise DataError(f"`data` is a {type(data).__name__}; expected a mapping from observed site to array, or a Dataset.")
-    if isinstance(data, xr.Dataset):
-        data = data.copy()
     if not data:
         raise DataError("`data` is empty: name at least one observed site and its values.")
     names = [str(name) for name in data]

@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from pavi.template import Level
 
-
 # Up to this many drawn members, comparing all pairs is cheaper to compile and to run than sorting.
 LARGEST_PAIRWISE = 512
 
@@ -34,7 +33,7 @@ class Branch(eqx.Module):
         """Member indices along each plate of a level."""
         return tuple(self.indices[plate] for plate in level)
 
-    def weigh(self, level: Level, terms: Float[Array, "..."]) -> Float[Array, ""]:
+    def weigh(self, level: Level, terms: Float[Array, ...]) -> Float[Array, ""]:
         """Weighted sum over a level of one term per member (`terms` has an axis for each plate)."""
         for plate in reversed(level):
             terms = jnp.where(self.mask[plate], terms, 0.0) @ self.weights[plate]

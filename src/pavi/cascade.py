@@ -109,10 +109,10 @@ Sampler = Callable[[Site, Prior, Array | None, Mapping[str, Array], PRNGKeyArray
 class Pass(NamedTuple):
     """What a cascade found, by site: values, log p and log q, with an axis for each plate of the site's level."""
 
-    values: dict[str, Array]
-    unconstrained: dict[str, Array]
-    log_p: dict[str, Array]
-    log_q: dict[str, Array]
+    values: dict[str, Any]
+    unconstrained: dict[str, Any]
+    log_p: dict[str, Any]
+    log_q: dict[str, Any]
 
 
 class _Cascade(Messenger):
@@ -172,10 +172,7 @@ class _Cascade(Messenger):
     def _observed(self, site: Site, msg: Message) -> None:
         fn = msg["fn"]
         if site.kind is Kind.OBSERVED:
-            if self.predict:
-                value = fn.sample(self._key(site))
-            else:
-                value = self.data[site.name].reshape(fn.shape())
+            value = fn.sample(self._key(site)) if self.predict else self.data[site.name].reshape(fn.shape())
             msg["value"] = value
             self.found.values[site.name] = value.reshape(site.member_shape)
         self.found.log_p[site.name] = _scaled(fn.log_prob(msg["value"]), self._scale(site, msg))

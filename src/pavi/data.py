@@ -21,6 +21,7 @@ from pavi import rows
 from pavi.branch import Branch
 from pavi.errors import DataError
 from pavi.template import Site, Template
+from pavi.tracing import data_name
 
 
 class Observations(NamedTuple):
@@ -39,8 +40,7 @@ def observe(
     if isinstance(data, xr.Dataset):
         coords = {str(name): np.asarray(data[name]) for name in data.coords if data[name].dims == (name,)}
     for site in template.observed:
-        name = site.name if site.name in data else site.name.removesuffix("_observed")
-        value = data[name]
+        value = data[str(data_name(site.name, [str(name) for name in data]))]
         if isinstance(value, xr.DataArray):
             array, event_dims[site.name] = _named(template, site, value)
             if not isinstance(data, xr.Dataset):
@@ -61,9 +61,7 @@ def observe(
 def at_branch(template: Template, arrays: Mapping[str, Array], branch: Branch, whole: frozenset[str]) -> dict[str, Array]:
     """The data of a branch's members. Plates in `whole` are known to be taken whole and in order."""
     return {
-        site.name: arrays[site.name]
-        if set(site.level) <= whole
-        else rows.gather(arrays[site.name], branch.at(site.level))
+        site.name: arrays[site.name] if set(site.level) <= whole else rows.gather(arrays[site.name], branch.at(site.level))
         for site in template.observed
     }
 

@@ -120,9 +120,7 @@ class Posterior:
         _check_count(num_samples)
         return self._draws(wanted, members, num_samples, rng_key, predict=False)
 
-    def predict(
-        self, num_samples: int = 1000, *, where: Where | None = None, rng_key: int | PRNGKeyArray = 0
-    ) -> xr.Dataset:
+    def predict(self, num_samples: int = 1000, *, where: Where | None = None, rng_key: int | PRNGKeyArray = 0) -> xr.Dataset:
         """Draws of the observed sites given posterior draws of the latents: what new data would look like.
 
         Example:
@@ -218,7 +216,8 @@ class Posterior:
             import arviz as az
         except ImportError as error:
             raise SettingError("to_inference_data needs ArviZ: install the `arviz` extra, or use to_datatree().") from error
-        return az.InferenceData(**self._groups(num_samples, predict, rng_key))
+        groups: dict[str, Any] = self._groups(num_samples, predict, rng_key)
+        return az.InferenceData(**groups)
 
     def _groups(self, num_samples: int, predict: bool, rng_key: int | PRNGKeyArray) -> dict[str, xr.Dataset]:
         groups = {"posterior": self.sample(num_samples, rng_key=rng_key)}
@@ -245,7 +244,7 @@ class Posterior:
         if unknown:
             raise SettingError(
                 f"sites={unknown}: not a latent or deterministic site of the model. Known sites: {list(readable)}. "
-                "Observed sites are read with `predict`; deterministic sites that sum over a plate cannot be read per member."
+                "Observed sites are read with `predict`; deterministic sites that sum over a plate have no value per member."
             )
         return tuple(readable[name] for name in names)
 
@@ -264,7 +263,8 @@ class Posterior:
             index = np.atleast_1d(np.asarray(chosen))
             if index.size and (index.dtype.kind not in "iu" or index.min() < -plate.size or index.max() >= plate.size):
                 raise SettingError(
-                    f"where={{{plate.name!r}: ...}}: expected integers from 0 to {plate.size - 1}, found {index.tolist()[:8]}."
+                    f"where={{{plate.name!r}: ...}}: expected integers from 0 to {plate.size - 1}, "
+                    f"found {index.tolist()[:8]}."
                 )
             members[plate.name] = np.where(index < 0, index + plate.size, index).astype(np.int64)
         return members
@@ -277,7 +277,7 @@ class Posterior:
         for site, place, draws, values in self._read(wanted, members, num_samples, rng_key, predict=predict):
             if site.name not in arrays:
                 arrays[site.name] = np.empty(shapes[site.name], values.dtype)
-            arrays[site.name][(0, draws, *place)] = values
+            arrays[site.name][0][(draws, *place)] = values
         empty = {name: np.empty(shape) for name, shape in shapes.items() if name not in arrays}
         return self._dataset(wanted, members, arrays | empty, ("chain", "draw"))
 
@@ -367,7 +367,14 @@ def seed_of(rng_key: int | PRNGKeyArray) -> np.ndarray:
 
 @quick_jit(static_argnums=(0, 1, 2, 3))
 def _draw(
-    study: Study, family: Family, names: tuple[str, ...], predict: bool, inputs: tuple, indices: dict, ids: Array, seed: Array
+    study: Study,
+    family: Family,
+    names: tuple[str, ...],
+    predict: bool,
+    inputs: tuple,
+    indices: dict,
+    ids: Array,
+    seed: Array,
 ) -> dict[str, Array]:
     counts = {plate: jnp.ones(len(index), bool) for plate, index in indices.items()}
 

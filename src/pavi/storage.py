@@ -25,7 +25,7 @@ FORMAT = 1
 
 def write(path: str | os.PathLike, tree: Any) -> None:
     """Writes a tree of arrays, numbers, strings, containers, frozen records and importable functions."""
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     text = json.dumps({"format": FORMAT, "tree": _encode(tree, arrays)})
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def read(path: str | os.PathLike) -> Any:
     if not Path(path).is_file():
         raise LoadError(f"There is no saved fit at {str(path)!r}. `fit.save(path)` writes one.")
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
             described = json.loads(bytes(archive["__tree__"]).decode())
             if described["format"] != FORMAT:
                 raise LoadError(

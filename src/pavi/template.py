@@ -77,9 +77,7 @@ class Site:
     def display_shape(self) -> tuple[int, ...]:
         """`member_shape` without the axes of length one that only keep a place for a plate the site is not in."""
         batch_ndim = len(self.shape) - self.event_ndim
-        return tuple(
-            n for axis, n in enumerate(self.shape) if axis not in self.axes and (axis >= batch_ndim or n > 1)
-        )
+        return tuple(n for axis, n in enumerate(self.shape) if axis not in self.axes and (axis >= batch_ndim or n > 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +145,7 @@ class Template:
 
     def __str__(self) -> str:
         lines = [f"Template: {self.num_latents:,} latent numbers in {len(self.latents)} sites"]
-        for plate in self.plates:
-            lines.append(f"  plate {plate.name}: {plate.size:,} members (dim {plate.dim})")
+        lines += [f"  plate {plate.name}: {plate.size:,} members (dim {plate.dim})" for plate in self.plates]
         rows = [
             (
                 site.kind.value,
@@ -162,8 +159,7 @@ class Template:
         ]
         header = ("kind", "site", "shape", "level", "distribution", "parents")
         widths = [max(len(row[k]) for row in [header, *rows]) for k in range(len(header))]
-        for row in [header, *rows]:
-            lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        lines += ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in [header, *rows]]
         return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ plate. Comparing the two runs catches arrays of full plate size used where one m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from jax.errors import UnexpectedTracerError
+from jax.extend.core import get_opaque_trace_state
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 from numpyro.handlers import seed
@@ -29,6 +29,7 @@ from pavi.errors import DataError, ModelError, PaviError
 from pavi.template import Kind, Level, Plate, Site, Template, condition_sites
 
 Message = dict[str, Any]
+
 
 def read_template(
     model: Callable,
@@ -61,17 +62,26 @@ def trace(
 ) -> tuple[Template, dict[str, constraints.Constraint | None]]:
     """The template, and the support of each observed site where it is known without running the model."""
     call = _Call(model, tuple(model_args), dict(model_kwargs or {}))
-    names = resolve_names(call, data)
+    names = tuple(data)
     full = _run(call, names)
-    unknown = sorted(set(names) - set(full.sites))
+    observed = [name for name, record in full.sites.items() if record.kind is Kind.OBSERVED]
+    unknown = sorted(set(names) - {data_name(name, names) for name in observed})
     if unknown:
         known = sorted(name for name, record in full.sites.items() if record.kind is not Kind.DETERMINISTIC)
         raise DataError(f"`data` names {unknown}, which the model has no `numpyro.sample` site for. Its sites: {known}.")
     single, reach = _run_single(call, names, full)
     plates = tuple(Plate(name, size, full.dims.get(name, -1)) for name, size in full.plates.items())
-    sites = condition_sites(tuple(_site(name, full, single, reach) for name in full.sites if _readable(name, full, single, reach)))
-    supports = {name: full.sites[name].support for name in names}
+    sites = condition_sites(
+        tuple(_site(name, full, single, reach) for name in full.sites if _readable(name, full, single, reach))
+    )
+    supports = {name: full.sites[name].support for name in observed}
     return Template(plates, sites), supports
+
+
+def data_name(site: str, names: Container[str]) -> str | None:
+    """The entry of `data` that a site takes its values from: `sample(..., obs_mask=...)` adds "_observed" to the name."""
+    plain = site.removesuffix("_observed")
+    return site if site in names else plain if plain in names else None
 
 
 def show_member(msg: Message, index: jax.Array) -> None:
@@ -120,9 +130,19 @@ class _Recorder(Messenger):
         self.plates: dict[str, int] = {}
         self.dims: dict[str, int] = {}
         self.outputs: dict[str, jax.Array] = {}
+        self.trace: Any = None
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.trace = get_opaque_trace_state(convention="flax")
 
     def process_message(self, msg: Message) -> None:
         refuse(msg)
+        if msg["type"] in ("plate", "sample") and get_opaque_trace_state(convention="flax") != self.trace:
+            raise ModelError(
+                f"Site or plate {msg['name']!r} is stated inside a JAX control-flow function (`jax.lax.scan`, `cond`, "
+                "`vmap`, `jit`, ...), where it cannot be read. Write repeated independent sites as a `numpyro.plate`."
+            )
         if msg["type"] == "plate":
             self._plate(msg)
         elif msg["type"] == "sample":
@@ -146,7 +166,7 @@ class _Recorder(Messenger):
     def _sample(self, msg: Message) -> None:
         name, fn = msg["name"], msg["fn"]
         factor = isinstance(_unwrapped(fn), dist.Unit)
-        observed = name in self.observed
+        observed = data_name(name, self.observed) is not None
         if msg["is_observed"] and not observed and not factor:
             raise DataError(
                 f"Site {name!r} is observed inside the model (`obs=...`) but is not in `data`. "
@@ -194,33 +214,8 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
-def resolve_names(call: _Call, data: Mapping[str, Any] | Sequence[str]) -> dict[str, str]:
-    """{site: name in `data`}. `sample(..., obs_mask=...)` calls its observed half `<name>_observed`."""
-
-    class Names(Messenger):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: set[str] = set()
-
-        def process_message(self, msg: Message) -> None:
-            refuse(msg)
-            if msg["type"] == "sample":
-                self.names.add(msg["name"])
-
-    names = Names()
-
-    def run(arrays: Any) -> None:
-        with seed(rng_seed=0), names:
-            call(arrays)
-
-    _abstractly(lambda: jax.eval_shape(run, call.arrays))
-    return {
-        f"{name}_observed" if name not in names.names and f"{name}_observed" in names.names else name: name for name in data
-    }
-
-
-def _run(call: _Call, observed: Mapping[str, str]) -> _Recorder:
-    recorder = _Recorder(tuple(observed), None, None)
+def _run(call: _Call, observed: Sequence[str]) -> _Recorder:
+    recorder = _Recorder(observed, None, None)
 
     def run(arrays: Any) -> None:
         with seed(rng_seed=0), recorder:
@@ -230,16 +225,14 @@ def _run(call: _Call, observed: Mapping[str, str]) -> _Recorder:
     return recorder
 
 
-def _run_single(
-    call: _Call, observed: Mapping[str, str], full: _Recorder
-) -> tuple[_Recorder, dict[str, frozenset[str]]]:
+def _run_single(call: _Call, observed: Sequence[str], full: _Recorder) -> tuple[_Recorder, dict[str, frozenset[str]]]:
     """The one-member run; which "latent:..." and "plate:..." inputs reach each site."""
     recorder: list[_Recorder] = []
 
     def run(**inputs: Any) -> dict[str, jax.Array]:
         latents = {name[7:]: value for name, value in inputs.items() if name.startswith("latent:")}
         indices = {name[6:]: value for name, value in inputs.items() if name.startswith("plate:")}
-        recorder.append(_Recorder(tuple(observed), latents, indices))
+        recorder.append(_Recorder(observed, latents, indices))
         with seed(rng_seed=0), recorder[-1]:
             call(inputs["arrays"])
         return recorder[-1].outputs
@@ -274,11 +267,6 @@ def _abstractly(run: Callable[[], Any], subsampled: bool = False) -> Any:
         return run()
     except PaviError:
         raise
-    except UnexpectedTracerError as error:
-        raise ModelError(
-            "The model has sample sites inside a JAX control-flow function (`jax.lax.scan`, `cond`, `vmap`, ...), so "
-            "they cannot be read. Write repeated independent sites as a `numpyro.plate`."
-        ) from error
     except NotImplementedError as error:
         if "control flow" in str(error).lower():
             raise ModelError(
@@ -291,8 +279,8 @@ def _abstractly(run: Callable[[], Any], subsampled: bool = False) -> Any:
             "It runs with whole plates but fails when shown one member of each: an array of full plate size inside a "
             "plate must be wrapped in `numpyro.subsample(array, event_dim=...)`."
             if subsampled
-            else "Check that it runs under plain NumPyro with the same `model_args` and `model_kwargs`. Arrays among them are "
-            "traced: sizes and other numbers that Python must know belong in arguments of their own."
+            else "Check that it runs under plain NumPyro with the same `model_args` and `model_kwargs`. Arrays among them "
+            "are traced: sizes and other numbers that Python must know belong in arguments of their own."
         )
         raise ModelError(f"The model failed while it was read: {type(error).__name__}: {error}. {hint}") from error
 

@@ -33,8 +33,8 @@ from tqdm.auto import tqdm
 from pavi import data as observed_data
 from pavi import rows as row_ops
 from pavi.branch import draw_branch, fixed_branch
-from pavi.compiling import quick_jit, quick_options
 from pavi.cascade import Draw, Prior, Study, cascade
+from pavi.compiling import quick_jit, quick_options
 from pavi.elbo import reduced_elbo
 from pavi.errors import TrainingError
 from pavi.families import Family, Units, Weights
@@ -129,9 +129,7 @@ def _init_state(
     return State(weights, optimizer.init(weights.shared), row_states, key, zero, zero)
 
 
-def prepare(
-    problem: Problem, arguments: Any, data: dict[str, Array], seed: np.ndarray, quick: bool
-) -> tuple[Inputs, State]:
+def prepare(problem: Problem, arguments: Any, data: dict[str, Array], seed: np.ndarray, quick: bool) -> tuple[Inputs, State]:
     """The inputs and the first state of training, with both of its functions compiled.
 
     The small one is compiled in a thread while the big one is traced, which saves a user most of a second.
@@ -317,9 +315,10 @@ def train(problem: Problem, inputs: Inputs, state: State, schedule: Schedule, st
     seconds: list[np.ndarray] = []
     taken, skipped = 0, 0
     stop = None
-    with _interruptible() as interrupted, tqdm(
-        total=schedule.total, disable=not progress_bar, unit="step", dynamic_ncols=True
-    ) as bar:
+    with (
+        _interruptible() as interrupted,
+        tqdm(total=schedule.total, disable=not progress_bar, unit="step", dynamic_ncols=True) as bar,
+    ):
         while stop is None:
             rates = schedule.rates(taken)
             padded = np.zeros(LONGEST_CHUNK, np.float32)

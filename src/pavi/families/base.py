@@ -23,18 +23,18 @@ from pavi.template import Level, Site, Template
 class Units(NamedTuple):
     """Center and spread of each latent under the prior, per number. Flows work in these units."""
 
-    center: dict[str, Array | np.ndarray]
-    spread: dict[str, Array | np.ndarray]
+    center: Mapping[str, Any]
+    spread: Mapping[str, Any]
 
     def standardize(self, name: str, value: Array) -> Array:
         return (value - self.center[name]) / self.spread[name]
 
 
 class Weights(NamedTuple):
-    """All that training changes: one vector `shared` by every member, and `rows`, one per member of a level."""
+    """All that training changes: one vector `shared` by every member, and `rows`, arrays of one per member of a level."""
 
-    shared: Float[Array | np.ndarray, " weights"]
-    rows: dict[Level, Array | np.ndarray]
+    shared: Any
+    rows: Mapping[Level, Any]
 
 
 @runtime_checkable

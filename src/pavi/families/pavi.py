@@ -72,8 +72,7 @@ class PAVI:
             self.flow,
             template.latents,
             {
-                site.name: self.encodings.site_size(template, site)
-                + given_size(template, site, self.condition_on_parents)
+                site.name: self.encodings.site_size(template, site) + given_size(template, site, self.condition_on_parents)
                 for site in template.latents
             },
         )

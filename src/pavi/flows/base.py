@@ -14,6 +14,7 @@ triangular Jacobian at the known base point instead. At the optimum of an exact 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -127,7 +128,7 @@ class Perceptron(eqx.Module):
 
     def __init__(self, rng: np.random.Generator, sizes: Sequence[int], masks: Sequence[np.ndarray] | None = None):
         layers = []
-        for k, (n, m) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+        for k, (n, m) in enumerate(itertools.pairwise(sizes)):
             mask = None if masks is None else masks[k]
             fan_in = n if mask is None else np.maximum(mask.sum(0), 1)
             last = k == len(sizes) - 2

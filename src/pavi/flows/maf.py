@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
-from typing import ClassVar
 
 import equinox as eqx
 import flowjax.bijections as bij
@@ -17,16 +17,18 @@ from pavi.errors import SettingError
 from pavi.flows.affine import LARGEST_TRIANGLE, ConditionalAffine
 from pavi.flows.base import LARGEST_JACOBIAN, Flow, Linear, Path, Perceptron, as_weight
 
-
 OPEN = 2.0  # logit of a gate at the start
 
 
 class LogAffine(bij.AbstractBijection):
     """y = exp(log_scale) x + shift, for one number."""
 
+    shape: tuple[int, ...]
+    cond_shape: tuple[int, ...] | None
     parameters: Float[Array, " 2"]
-    shape: ClassVar[tuple[int, ...]] = ()
-    cond_shape: ClassVar[None] = None
+
+    def __init__(self, parameters: Float[Array, " 2"]):
+        self.shape, self.cond_shape, self.parameters = (), None, parameters
 
     def transform_and_log_det(self, x: Array, condition: Array | None = None) -> tuple[Array, Array]:
         shift, log_scale = self.parameters
@@ -49,12 +51,12 @@ class Autoregressive(bij.AbstractBijection):
     cond_shape: tuple[int, ...]
     network: Perceptron
     gate: Linear
-    transformer: Callable[[Array], bij.AbstractBijection] = eqx.field(static=True)
+    transformer: Callable[..., bij.AbstractBijection] = eqx.field(static=True)
 
     def __init__(
         self,
         rng: np.random.Generator,
-        transformer: Callable[[Array], bij.AbstractBijection],
+        transformer: Callable[..., bij.AbstractBijection],
         num_parameters: int,
         dim: int,
         cond_dim: int,
@@ -67,7 +69,7 @@ class Autoregressive(bij.AbstractBijection):
             *[np.arange(width) % dim - 1 for width in hidden],
             np.repeat(np.arange(dim), num_parameters),
         ]
-        masks = [a[:, None] <= b for a, b in zip(ranks[:-2], ranks[1:-1], strict=True)]
+        masks = [a[:, None] <= b for a, b in itertools.pairwise(ranks)]
         masks.append(ranks[-2][:, None] < ranks[-1])
         self.network = Perceptron(rng, [len(rank) for rank in ranks], masks)
         self.gate = Linear(as_weight(np.zeros((cond_dim, dim))), as_weight(np.full(dim, OPEN)))
