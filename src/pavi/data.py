@@ -7,6 +7,7 @@ kept beside it and label the results.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from numpyro.distributions import constraints
 from pavi import rows
 from pavi.branch import Branch
 from pavi.errors import DataError
-from pavi.template import Site, Template
+from pavi.template import Level, Site, Template
 from pavi.tracing import data_name
 
 
@@ -64,6 +65,33 @@ def at_branch(template: Template, arrays: Mapping[str, Array], branch: Branch, w
         site.name: arrays[site.name] if set(site.level) <= whole else rows.gather(arrays[site.name], branch.at(site.level))
         for site in template.observed
     }
+
+
+def summarize(template: Template, arrays: Mapping[str, Any], level: Level, size: int) -> np.ndarray:
+    """What the data say of each member of a level, in at most `size` standardized numbers: an array (*sizes, numbers).
+
+    Means over the other plates of every observed site that the level's members have a part of; their leading principal
+    components where there are more than `size`.
+    """
+    means = []
+    sizes = template.sizes(level)
+    for site in template.observed if level else ():
+        if set(level) <= set(site.level):
+            others = tuple(k for k, plate in enumerate(site.level) if plate not in level)
+            means.append(np.asarray(arrays[site.name]).mean(others, dtype=np.float32).reshape(*sizes, -1))
+    if not means:
+        return np.zeros((*sizes, 0), np.float32)
+    features = _standardized(np.concatenate(means, -1).reshape(math.prod(sizes), -1))
+    if features.shape[1] > size:
+        some = features[:: max(1, len(features) // 10_000)]
+        _, _, components = np.linalg.svd(some, full_matrices=False)
+        features = _standardized(features @ components[:size].T)
+    return features.reshape(*sizes, -1)
+
+
+def _standardized(features: np.ndarray) -> np.ndarray:
+    spread = features.std(0)
+    return np.where(spread > 1e-6, (features - features.mean(0)) / np.where(spread > 1e-6, spread, 1.0), 0.0)
 
 
 def _named(template: Template, site: Site, value: xr.DataArray) -> tuple[np.ndarray, tuple[str, ...]]:

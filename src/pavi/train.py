@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
@@ -113,9 +113,9 @@ def default_optimizers(row_rate: float) -> tuple[optax.GradientTransformation, o
     return optax.chain(ADAM, optax.scale(-SHARED_RATE)), optax.chain(ADAM, optax.scale(-row_rate * SHARED_RATE))
 
 
-def init(problem: Problem, seed: np.ndarray) -> State:
+def init(problem: Problem, data: Mapping[str, Array], seed: np.ndarray) -> State:
     """The state before the first step. `seed` is the data of a JAX key."""
-    weights = problem.family.init(problem.template, np.random.default_rng(seed))
+    weights = problem.family.init(problem.template, np.random.default_rng(seed), data)
     return _init_state(problem.optimizer, problem.row_optimizer, weights, seed)
 
 
@@ -137,7 +137,7 @@ def prepare(problem: Problem, arguments: Any, data: dict[str, Array], seed: np.n
     zeros = {site.name: np.zeros(site.size, jnp.result_type(float)) for site in problem.template.latents}
     with ThreadPoolExecutor(1) as pool:
         compiling = pool.submit(_draw_prior.lower(problem.study, arguments, data, seed).compile)
-        state = init(problem, seed)
+        state = init(problem, data, seed)
         inputs = Inputs(arguments, data, Units(zeros, zeros))
         chunk_runner(quick).lower(problem, inputs, state, np.zeros(LONGEST_CHUNK, np.float32), np.int32(0))
         compiling.result()

@@ -1,14 +1,19 @@
-"""Free encodings (PAVI-F, paper `sec:PAVI-F_details`): one trainable vector per member of each plate level."""
+"""Free encodings (PAVI-F, paper `sec:PAVI-F_details`): one trainable vector per member of each plate level.
+
+Unlike the paper's, they start from the data: see `FreeEncodings.init`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from pavi.data import summarize
 from pavi.errors import SettingError
 from pavi.template import Level, Site, Template
 
@@ -68,9 +73,16 @@ class FreeEncodings:
         """Numbers per member of a level."""
         return max(self.site_size(template, site) for site in template.latents if site.level == level)
 
-    def init(self, template: Template) -> dict[Level, np.ndarray]:
-        """Encoding arrays of the full study, all zero: members start alike and are told apart by their data."""
-        return {
-            level: np.zeros((*template.sizes(level), self.level_size(template, level)), jnp.result_type(float))
-            for level in template.levels
-        }
+    def init(self, template: Template, data: Mapping[str, Any]) -> dict[Level, np.ndarray]:
+        """Encoding arrays of the full study: what the data say of each member, then zeros.
+
+        So the shared flows learn what to make of a member's data from the first step on, and a member's own encoding
+        only has to be refined in the steps that visit it.
+        """
+        rows = {}
+        for level in template.levels:
+            size = self.level_size(template, level)
+            rows[level] = np.zeros((*template.sizes(level), size), jnp.result_type(float))
+            features = summarize(template, data, level, size)
+            rows[level][..., : features.shape[-1]] = features
+        return rows

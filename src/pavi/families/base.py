@@ -44,8 +44,8 @@ class Family(Protocol):
     row_rate: ClassVar[float]
     """Learning rate of the rows, relative to that of the shared weights."""
 
-    def init(self, template: Template, rng: np.random.Generator) -> Weights:
-        """Starting weights for the full study."""
+    def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any]) -> Weights:
+        """Starting weights for the full study, which may look at its data (plate axes in front)."""
         ...
 
     def sampler(self, template: Template, units: Units, shared: Array) -> Sampler:

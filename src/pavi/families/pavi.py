@@ -50,10 +50,10 @@ class PAVI:
         flow = tuple(self.flow.items()) if isinstance(self.flow, Mapping) else self.flow
         return hash((self.encodings, flow, self.condition_on_parents))
 
-    def init(self, template: Template, rng: np.random.Generator) -> Weights:
+    def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any]) -> Weights:
         self.encodings.check(template)
         check_flow(self.flow, template)
-        return Weights(self._layout(template).init(rng), self.encodings.init(template))
+        return Weights(self._layout(template).init(rng), self.encodings.init(template, data))
 
     def sampler(self, template: Template, units: Units, shared: Array) -> Sampler:
         layout = self._layout(template)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +47,8 @@ class UnamortizedFlows:
         flow = tuple(self.flow.items()) if isinstance(self.flow, Mapping) else self.flow
         return hash((flow, self.condition_on_parents))
 
-    def init(self, template: Template, rng: np.random.Generator) -> Weights:
+    def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any]) -> Weights:
+        del data
         check_flow(self.flow, template)
         rows = {}
         for level in template.levels:  # all members start alike

@@ -40,7 +40,7 @@ class ConditionalAffine(AbstractBijection):
         size = 4 * dim + (dim * (dim - 1) // 2 if self.triangular else 0)
         # The condition moves the offset from the start; the rest learns to depend on it.
         weight = np.zeros((cond_dim, size))
-        weight[:, :dim] = rng.normal(size=(cond_dim, dim)) / np.sqrt(max(cond_dim, 1))
+        weight[:, :dim] = rng.normal(size=(cond_dim, dim)) * np.sqrt(8) / max(cond_dim, 8)
         bias = np.zeros(size)
         bias[dim : 2 * dim] = np.log(1 / INITIAL_SCALE**2 - 1)
         self.conditioner = Conditioner(rng, weight, bias, hidden)

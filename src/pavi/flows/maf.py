@@ -69,7 +69,7 @@ class Autoregressive(bij.AbstractBijection):
             *[np.arange(width) % dim - 1 for width in hidden],
             np.repeat(np.arange(dim), num_parameters),
         ]
-        masks = [a[:, None] <= b for a, b in itertools.pairwise(ranks)]
+        masks = [a[:, None] <= b for a, b in itertools.pairwise(ranks[:-1])]
         masks.append(ranks[-2][:, None] < ranks[-1])
         self.network = Perceptron(rng, [len(rank) for rank in ranks], masks)
         self.gate = Linear(as_weight(np.zeros((cond_dim, dim))), as_weight(np.full(dim, OPEN)))
