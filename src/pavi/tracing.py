@@ -22,7 +22,7 @@ from jax.extend.core import get_opaque_trace_state
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 from numpyro.handlers import seed
-from numpyro.ops.provenance import eval_provenance
+from numpyro.ops.provenance import track_deps_jaxpr
 from numpyro.primitives import Messenger
 
 from pavi.errors import DataError, ModelError, PaviError
@@ -229,7 +229,7 @@ def _run_single(call: _Call, observed: Sequence[str], full: _Recorder) -> tuple[
     """The one-member run; which "latent:..." and "plate:..." inputs reach each site."""
     recorder: list[_Recorder] = []
 
-    def run(**inputs: Any) -> dict[str, jax.Array]:
+    def run(inputs: dict[str, Any]) -> dict[str, jax.Array]:
         latents = {name[7:]: value for name, value in inputs.items() if name.startswith("latent:")}
         indices = {name[6:]: value for name, value in inputs.items() if name.startswith("plate:")}
         recorder.append(_Recorder(observed, latents, indices))
@@ -245,13 +245,21 @@ def _run_single(call: _Call, observed: Sequence[str], full: _Recorder) -> tuple[
             for axis in _axes(record).values():
                 shape[axis] = 1
             inputs[f"latent:{name}"] = jax.ShapeDtypeStruct(tuple(shape), record.dtype)
-    reach = _abstractly(lambda: eval_provenance(run, **inputs), subsampled=True)
+    reach = _abstractly(lambda: _provenance(run, inputs), subsampled=True)
     single = recorder[-1]
     for name, record in single.sites.items():
         for plate, axis in _axes(record).items():
             if axis < 0 or (record.kind is not Kind.DETERMINISTIC and record.shape[axis] != 1):
                 raise _not_subsampled(name, plate, full.plates[plate], record)
     return single, reach
+
+
+def _provenance(run: Callable[[dict[str, Any]], dict[str, jax.Array]], inputs: dict[str, Any]) -> dict[str, frozenset[str]]:
+    """Which of the named inputs reach each of the named outputs, through any computation."""
+    jaxpr, outputs = jax.make_jaxpr(run, return_shape=True)(inputs)
+    origins = {name: jax.tree.map(lambda _, name=name: frozenset({name}), value) for name, value in inputs.items()}
+    found = track_deps_jaxpr(jaxpr.jaxpr, jax.tree.leaves(origins))
+    return jax.tree.unflatten(jax.tree.structure(outputs), found)
 
 
 def _not_subsampled(name: str, plate: str, size: int, record: _Record) -> ModelError:

@@ -58,7 +58,7 @@ class Stop(Enum):
 
     SETTLED = "the ELBO settled: no gain beyond its own noise; the learning rate was then decayed to zero"
     STEPS = "all the steps asked for were taken"
-    LIMIT = "the ELBO was still rising at the step limit; pass `steps` to train longer"
+    LIMIT = "the ELBO was still rising when the step limit called for the decay; pass `steps` to train longer"
     INTERRUPTED = "interrupted from the keyboard; this is the fit so far"
     NON_FINITE = "most steps had a gradient that was not finite; look for overflow or invalid parameters in the model"
 
@@ -247,10 +247,11 @@ class Schedule:
         """`load` is how much of the work a step may do it does: small steps are cheap, so more of them are taken."""
         epochs = [np.prod([template.plate(p).size / batch[p] for p in level]) for level in template.levels]
         self.fewest = int(FEWEST_VISITS * max(epochs, default=1)) + int(300 / np.clip(load, 0.2, 1.0))
-        self.limit = int(MOST_VISITS * max(epochs, default=1)) if steps is None else steps
-        self.tolerance = 1e-4 * template.num_latents / max(epochs, default=1)
+        self.limit = max(int(MOST_VISITS * max(epochs, default=1)), 2 * self.fewest) if steps is None else steps
+        self.tolerance = 5e-4 * template.num_latents / max(epochs, default=1)
         self.decays = decays
         self.asked = steps is not None
+        self.reason = Stop.STEPS
         # Where the decay starts and ends, once known.
         self.decay = (int(0.4 * self.limit), self.limit) if self.asked else None
         self.stop: Stop | None = None
@@ -266,7 +267,7 @@ class Schedule:
 
     def rates(self, start: int) -> Float[np.ndarray, " steps"]:
         """Rates of the next chunk of steps; its length is how many to take."""
-        end = min(start + max(SHORTEST_CHUNK, start // 10), start + LONGEST_CHUNK, self.total or self.limit)
+        end = int(min(start + max(SHORTEST_CHUNK, start // 10), start + LONGEST_CHUNK, self.total or np.inf))
         steps = np.arange(start, end)
         if self.decay is None or not self.decays:
             return np.ones(len(steps), np.float32)
@@ -277,16 +278,14 @@ class Schedule:
     def update(self, elbos: list[np.ndarray]) -> None:
         """Looks at all ELBOs so far; sets `stop` when it is time."""
         taken = sum(len(chunk) for chunk in elbos)
-        if self.decay is not None:
-            if taken >= self.decay[1]:
-                self.stop = Stop.STEPS if self.asked else Stop.SETTLED
-        elif taken >= self.limit:
-            self.stop = Stop.LIMIT
-        elif taken >= self.fewest and self._settled(np.concatenate(elbos)):
-            # With an optimizer of the caller's own, its learning rate is the caller's business.
-            self.decay = (taken, min(2 * taken, self.limit) if self.decays else taken)
-            if not self.decays:
-                self.stop = Stop.SETTLED
+        if self.decay is None and taken >= self.fewest:
+            settled = self._settled(np.concatenate(elbos))
+            if settled or taken >= self.limit // 2:
+                # With an optimizer of the caller's own, its learning rate is the caller's business.
+                self.decay = (taken, 2 * taken if self.decays else taken)
+                self.reason = Stop.SETTLED if settled else Stop.LIMIT
+        if self.decay is not None and taken >= self.decay[1]:
+            self.stop = self.reason
 
     def _settled(self, elbos: np.ndarray) -> bool:
         """Whether the last third of the run gained no more over the third before it than noise would explain."""
