@@ -20,7 +20,7 @@ from models import gre, gre_evidence, simulate_gre
 from running import elbos
 
 DIM, GROUPS, BATCH = 8, 100, 2
-REGIMES = {"informative": (10, 0.3), "balanced": (5, 1.0)}
+REGIMES = {"informative": (10, 0.3), "balanced": (5, 1.0), "weak": (3, 3.0)}
 FRACTION = 0.01
 
 
@@ -76,7 +76,7 @@ def plot(curves: dict, path: Path) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    _, axes = plt.subplots(1, len(REGIMES), figsize=(11, 4))
+    _, axes = plt.subplots(1, len(REGIMES), figsize=(15, 4))
     colors = {"PAVI-F": "tab:green", "one flow per group": "tab:purple"}
     for ax, regime in zip(axes, REGIMES, strict=True):
         for name, color in colors.items():
