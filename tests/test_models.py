@@ -329,12 +329,13 @@ def test_unknown_scales_match_nuts():
 
 
 def test_counts_match_nuts():
-    counts = RNG.poisson(np.exp(RNG.normal(1.0, 0.8, size=(6, 1))), size=(6, 8))
+    rng = np.random.default_rng(11)
+    counts = rng.poisson(np.exp(rng.normal(1.0, 0.8, size=(20, 1))), size=(20, 8))
 
     def model():
         mu = numpyro.sample("mu", dist.Normal(0, 2))
         tau = numpyro.sample("tau", dist.HalfNormal(1))
-        with numpyro.plate("site", 6, dim=-2):
+        with numpyro.plate("site", 20, dim=-2):
             rate = numpyro.sample("log_rate", dist.Normal(mu, tau))
             with numpyro.plate("visit", 8, dim=-1):
                 numpyro.sample("count", dist.Poisson(jnp.exp(rate)))

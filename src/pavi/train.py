@@ -47,7 +47,7 @@ LONGEST_CHUNK = 1000
 SHORTEST_CHUNK = 50
 # Without `steps`: a row is visited at least this often at the full rate, and at most this often in all.
 FEWEST_VISITS = 40
-MOST_VISITS = 5_000
+MOST_VISITS = 10_000
 PRIOR_DRAWS = 256
 # A fit of at least this many steps is worth full compilation.
 LONG_FIT = 10_000
@@ -248,7 +248,7 @@ class Schedule:
         epochs = [np.prod([template.plate(p).size / batch[p] for p in level]) for level in template.levels]
         self.fewest = int(FEWEST_VISITS * max(epochs, default=1)) + int(300 / np.clip(load, 0.2, 1.0))
         self.limit = max(int(MOST_VISITS * max(epochs, default=1)), 2 * self.fewest) if steps is None else steps
-        self.tolerance = 5e-4 * template.num_latents / max(epochs, default=1)
+        self.tolerance = max(0.02, 1e-3 * template.num_latents / max(epochs, default=1))  # nats
         self.decays = decays
         self.asked = steps is not None
         self.reason = Stop.STEPS
