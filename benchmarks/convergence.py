@@ -29,7 +29,7 @@ def curve(family, points: int, sigma_x: float, seed: int, longest: int) -> tuple
     model = gre(GROUPS, points, sigma_x, DIM)
     x = simulate_gre(GROUPS, points, sigma_x, DIM, seed=seed)
     evidence = gre_evidence(x, sigma_x)
-    at = np.unique(np.geomspace(1, longest, 60).astype(int))
+    at = np.unique(np.geomspace(1, longest, 120).astype(int))
     steps, gaps = [], []
     for taken, elbo in tqdm(
         elbos(model, {"x": x}, family, {"group": BATCH, "point": points}, at, seed), total=len(at), leave=False

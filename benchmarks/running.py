@@ -8,24 +8,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from pavi.api import _study
+from pavi.api import read_study
 from pavi.posterior import Posterior, seed_of
-from pavi.train import Inputs, Problem, State, chunk_runner, default_optimizers, prepare
+from pavi.train import Inputs, Problem, State, chunk_runner, default_optimizers, early_rates, prepare
 
 
 def start(model: Callable, data: dict, family: Any, batch: dict[str, int], particles: int = 8, seed: int = 0):
     """A problem ready to step: (problem, inputs, state, study's observations)."""
-    study, arguments, observations = _study(model, data, (), None)
+    study, arguments, observations = read_study(model, data, (), None)
     problem = Problem(study, family, tuple(batch.items()), particles, *default_optimizers(family.row_rate))
     inputs, state = prepare(problem, arguments, observations.arrays, seed_of(seed), True)
     return problem, inputs, state, observations
 
 
-def advance(problem: Problem, inputs: Inputs, state: State, steps: int, rate: float = 1.0) -> State:
-    """Takes some steps at a constant rate."""
-    rates = np.full(1000, rate, np.float32)
+def advance(problem: Problem, inputs: Inputs, state: State, steps: int) -> State:
+    """Takes some steps at the rates a fit would have before its decay."""
     while steps > 0:
         count = min(steps, 1000)
+        rates = early_rates(int(state.step) + np.arange(1000))
         state, _ = chunk_runner(True)(problem, inputs, state, rates, np.int32(count))
         steps -= count
     return jax.block_until_ready(state)
@@ -34,7 +34,7 @@ def advance(problem: Problem, inputs: Inputs, state: State, steps: int, rate: fl
 def elbos(
     model: Callable, data: dict, family: Any, batch: dict[str, int], at: Sequence[int], seed: int = 0, samples: int = 64
 ) -> Iterator[tuple[int, float]]:
-    """The full ELBO after each of some increasing numbers of steps, at the full learning rate."""
+    """The full ELBO after each of some increasing numbers of steps, before any decay."""
     problem, inputs, state, observations = start(model, data, family, batch, seed=seed)
     taken = 0
     for target in at:

@@ -18,7 +18,7 @@ import numpyro.distributions as dist
 import pavi
 from pavi import data as observed_data
 from pavi import rows as row_ops
-from pavi.api import _study
+from pavi.api import read_study
 from pavi.branch import Branch
 from pavi.elbo import reduced_elbo
 from pavi.families import Units
@@ -55,7 +55,7 @@ CASES = {
 def compare(model, data: dict, batch: dict[str, int], family=None) -> tuple[int, float, float, float]:
     """(branchings, full ELBO, relative error of the mean ELBO, relative error of the mean gradient)."""
     family = pavi.PAVI() if family is None else family
-    study, arguments, observations = _study(model, data, (), None)
+    study, arguments, observations = read_study(model, data, (), None)
     template = study.template
     weights = family.init(template, np.random.default_rng(1), observations.arrays)
     rng = np.random.default_rng(2)  # away from the start, where many gradients are zero

@@ -139,7 +139,7 @@ def fit(
     """
     started = time.perf_counter()
     family = PAVI() if family is None else family
-    study, arguments, observations = _study(model, data, model_args, model_kwargs)
+    study, arguments, observations = read_study(model, data, model_args, model_kwargs)
     template = study.template
     _check_counts(steps, num_particles)
     chosen, load = _batch(template, batch, num_particles)
@@ -198,9 +198,10 @@ def load(path: str | os.PathLike, model: Callable) -> Fit:
     )
 
 
-def _study(
+def read_study(
     model: Callable, data: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
 ) -> tuple[Study, Any, Observations]:
+    """The study of a model and its data: (study, the arrays among the model's arguments, the checked data)."""
     if not isinstance(data, Mapping):
         raise DataError(f"`data` is a {type(data).__name__}; expected a mapping from observed site to array, or a Dataset.")
     if not data:

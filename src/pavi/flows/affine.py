@@ -16,6 +16,9 @@ from pavi.flows.base import Conditioner, Flow, Path, solve_lower
 
 # The posterior starts this much narrower than the prior, so that early draws stay near each other.
 INITIAL_SCALE = 0.1
+# The rest learns to depend on the condition this much more slowly than the offset does: it usually depends on it little,
+# and every weight adds jitter.
+GAIN = 0.25
 # A triangular scale has about dim^2 / 2 entries to regress; above this dimension the default is diagonal.
 LARGEST_TRIANGLE = 32
 
@@ -38,12 +41,13 @@ class ConditionalAffine(AbstractBijection):
         self.shape, self.cond_shape = (dim,), (cond_dim,)
         self.triangular = triangular and dim > 1
         size = 4 * dim + (dim * (dim - 1) // 2 if self.triangular else 0)
-        # The condition moves the offset from the start; the rest learns to depend on it.
+        # The condition moves the offset from the start.
         weight = np.zeros((cond_dim, size))
         weight[:, :dim] = rng.normal(size=(cond_dim, dim)) * np.sqrt(8) / max(cond_dim, 8)
         bias = np.zeros(size)
         bias[dim : 2 * dim] = np.log(1 / INITIAL_SCALE**2 - 1)
-        self.conditioner = Conditioner(rng, weight, bias, hidden)
+        gain = (1.0,) * dim + (GAIN,) * (size - dim)
+        self.conditioner = Conditioner(rng, weight, bias, hidden, gain)
 
     def _parameters(self, condition: Array) -> tuple[Array, Array, Array, Array | None]:
         """Center, gated offset, log scale, and the part of T below the diagonal."""

@@ -110,15 +110,20 @@ def solve_lower(lower: Float[Array, "dim dim"], target: Float[Array, " dim"]) ->
 
 
 class Linear(eqx.Module):
-    """x @ weight + bias, with a fixed 0-1 mask on the weight where one is given."""
+    """gain * (x @ weight) + bias, with a fixed 0-1 mask on the weight where one is given.
+
+    The gain, fixed per output, sets how fast the output learns to depend on x against how fast it moves as a whole.
+    """
 
     weight: Float[Array | np.ndarray, "in out"]
     bias: Float[Array | np.ndarray, " out"]
     mask: np.ndarray | None = None
+    gain: tuple[float, ...] | None = eqx.field(static=True, default=None)
 
     def __call__(self, x: Float[Array, " in"]) -> Float[Array, " out"]:
         weight = self.weight if self.mask is None else jnp.where(self.mask, self.weight, 0.0)
-        return x @ weight + self.bias
+        product = x @ weight
+        return product + self.bias if self.gain is None else product * np.array(self.gain, product.dtype) + self.bias
 
 
 class Perceptron(eqx.Module):
@@ -151,8 +156,15 @@ class Conditioner(eqx.Module):
     linear: Linear
     perceptron: Perceptron | None
 
-    def __init__(self, rng: np.random.Generator, weight: np.ndarray, bias: np.ndarray, hidden: Sequence[int]):
-        self.linear = Linear(as_weight(weight), as_weight(bias))
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        weight: np.ndarray,
+        bias: np.ndarray,
+        hidden: Sequence[int],
+        gain: tuple[float, ...] | None = None,
+    ):
+        self.linear = Linear(as_weight(weight), as_weight(bias), gain=gain)
         self.perceptron = Perceptron(rng, [weight.shape[0], *hidden, weight.shape[1]]) if hidden else None
 
     def __call__(self, condition: Float[Array, " in"]) -> Float[Array, " out"]:

@@ -17,7 +17,7 @@ from pavi.errors import SettingError
 from pavi.flows.affine import LARGEST_TRIANGLE, ConditionalAffine
 from pavi.flows.base import LARGEST_JACOBIAN, Flow, Linear, Path, Perceptron, as_weight
 
-OPEN = 2.0  # logit of a gate at the start
+OPEN = -3.0  # logit of a gate at the start: the layer comes in once it has something to add
 
 
 class LogAffine(bij.AbstractBijection):
