@@ -8,6 +8,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "pavi"
 ORDER = [
     "errors",
     "compiling",
+    "packing",
     "template",
     "tracing",
     "branch",

@@ -2,7 +2,7 @@
 
 from pavi import baselines, plots
 from pavi.api import Fit, fit, load
-from pavi.encodings import FreeEncodings
+from pavi.encodings import FreeEncodings, SetEncoder
 from pavi.errors import DataError, LoadError, ModelError, PaviError, SettingError, TrainingError
 from pavi.families import PAVI
 from pavi.flows import MAF, Affine, Flow, PointMass, Spline
@@ -27,6 +27,7 @@ __all__ = [
     "Plate",
     "PointMass",
     "Posterior",
+    "SetEncoder",
     "SettingError",
     "Site",
     "Spline",

@@ -21,11 +21,11 @@ from pavi.branch import choose_batch
 from pavi.cascade import Hashable, Study
 from pavi.data import Observations, observe
 from pavi.errors import DataError, LoadError, SettingError
-from pavi.families import PAVI, Family, Units, Weights
+from pavi.families import PAVI, Family, Reading, Units
 from pavi.posterior import Posterior, seed_of
 from pavi.template import Kind, Level, Template
 from pavi.tracing import is_array, read_template, trace
-from pavi.train import Problem, Schedule, Stop, default_optimizers, prepare, train
+from pavi.train import Inputs, Problem, Schedule, Stop, Trained, default_optimizers, prepare, train
 
 # Numbers a step touches by default: on a CPU enough to keep the cores busy, on an accelerator many more.
 CPU_BUDGET = 2**15
@@ -41,13 +41,31 @@ class Fit(Posterior):
         stop: why training ended, a `Stop`; `str(fit.stop.value)` is a sentence.
         history: "step", "elbo" and "seconds" (since the start of `fit`), one entry per step.
         batch: members per step that each plate was trained with.
+        skipped: steps whose gradient was not finite.
     """
 
     def __init__(
-        self, *parts: Any, stop: Stop, history: Mapping[str, np.ndarray], batch: Mapping[str, int], skipped: int = 0
+        self,
+        *parts: Any,
+        trained: Reading,
+        stop: Stop,
+        history: Mapping[str, np.ndarray],
+        batch: Mapping[str, int],
+        skipped: int = 0,
     ):
         super().__init__(*parts)
+        self._trained = trained
         self.stop, self.history, self.batch, self.skipped = stop, dict(history), dict(batch), skipped
+
+    @property
+    def family(self) -> Family:
+        """The variational family that was fitted."""
+        return self._trained.family
+
+    @property
+    def num_weights(self) -> int:
+        """Trained numbers: shared weights plus rows."""
+        return self._trained.weights.count
 
     def __repr__(self) -> str:
         final = self.history["elbo"][-100:]
@@ -78,9 +96,8 @@ class Fit(Posterior):
             path,
             {
                 "template": str(self.template),
-                "family": self._family,
-                "shared": self._weights.shared,
-                "rows": self._weights.rows,
+                "family": self._trained.family,
+                "weights": self._trained.weights,
                 "units": self._units,
                 "data": self._observations,
                 "model_args": model_args,
@@ -149,16 +166,22 @@ def fit(
     schedule = Schedule(template, chosen, steps, decays=optimizer is None, load=load)
     inputs, state = prepare(problem, arguments, observations.arrays, seed, schedule.short)
     trained = train(problem, inputs, state, schedule, started, progress_bar)
+    return finish(problem, inputs, observations, trained)
+
+
+def finish(problem: Problem, inputs: Inputs, observations: Observations, trained: Trained) -> Fit:
+    """The fit that training has led to."""
+    reading = Reading(problem.family, trained.state.weights)
     return Fit(
-        study,
-        family,
-        trained.state.weights,
+        problem.study,
+        *reading.family.settle(problem.study, inputs.arguments, inputs.data, inputs.units, reading.weights),
         inputs.units,
-        arguments,
+        inputs.arguments,
         observations,
+        trained=reading,
         stop=trained.stop,
         history=trained.history,
-        batch=chosen,
+        batch=dict(problem.batch),
         skipped=int(trained.state.skipped),
     )
 
@@ -183,14 +206,15 @@ def load(path: str | os.PathLike, model: Callable) -> Fit:
         )
     arrays = {name: jnp.asarray(array) for name, array in observations.arrays.items()}
     static, arguments = _split_arguments(args, kwargs)
-    weights = Weights(jnp.asarray(saved["shared"]), {level: jnp.asarray(rows) for level, rows in saved["rows"].items()})
+    study, units = Study(model, template, static), Units(*saved["units"])
+    trained = Reading(saved["family"], jax.tree.map(jnp.asarray, saved["weights"]))
     return Fit(
-        Study(model, template, static),
-        saved["family"],
-        weights,
-        Units(*saved["units"]),
+        study,
+        *trained.family.settle(study, arguments, arrays, units, trained.weights),
+        units,
         arguments,
         Observations(arrays, observations.coords, observations.event_dims),
+        trained=trained,
         stop=Stop[saved["stop"]],
         history=saved["history"],
         batch=saved["batch"],

@@ -106,13 +106,23 @@ class Draw(NamedTuple):
 Sampler = Callable[[Site, Prior, Array | None, Mapping[str, Array], PRNGKeyArray], Draw]
 
 
+def draw_prior(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Array], key: PRNGKeyArray) -> Draw:
+    """The sampler that draws from the prior itself."""
+    del site, encoding, given
+    return Draw(prior.draw(key), None)
+
+
 class Pass(NamedTuple):
-    """What a cascade found, by site: values, log p and log q, with an axis for each plate of the site's level."""
+    """What a cascade found, by site, with an axis for each plate of the site's level.
+
+    Values, log p and log q; and for observed sites which of their numbers the model does not mask out.
+    """
 
     values: dict[str, Any]
     unconstrained: dict[str, Any]
     log_p: dict[str, Any]
     log_q: dict[str, Any]
+    seen: dict[str, Any]
 
 
 class _Cascade(Messenger):
@@ -131,10 +141,12 @@ class _Cascade(Messenger):
         self.indices, self.data, self.predict = indices, data, predict
         self.keys: dict[Level, PRNGKeyArray] = {(): key}
         self.sites = {site.name: (k, site) for k, site in enumerate(template.sites)}
-        self.found = Pass({}, {}, {}, {})
+        self.found = Pass({}, {}, {}, {}, {})
+        self.model_sizes: dict[str, int] = {}
 
     def process_message(self, msg: Message) -> None:
         if msg["type"] == "plate":
+            self.model_sizes[msg["name"]] = msg["args"][0]
             show_member(msg, self.indices[msg["name"]])
         elif msg["type"] == "sample":
             _, site = self.sites[msg["name"]]
@@ -175,6 +187,7 @@ class _Cascade(Messenger):
             value = fn.sample(self._key(site)) if self.predict else self.data[site.name].reshape(fn.shape())
             msg["value"] = value
             self.found.values[site.name] = value.reshape(site.member_shape)
+            self.found.seen[site.name] = _seen(fn).reshape(site.member_shape)
         self.found.log_p[site.name] = _scaled(fn.log_prob(msg["value"]), self._scale(site, msg))
 
     def _scale(self, site: Site, msg: Message) -> Any:
@@ -183,7 +196,7 @@ class _Cascade(Messenger):
         if scale is None:
             return None
         for plate in site.level:
-            scale = scale / self.template.plate(plate).size
+            scale = scale / self.model_sizes[plate]
         return scale
 
 
@@ -204,6 +217,17 @@ def _unmasked(fn: dist.Distribution) -> tuple[dist.Distribution, Any]:
             counts = counts & mask.reshape(())
         fn = fn.base_dist.expand(fn.batch_shape)
     return fn, counts
+
+
+def _seen(fn: dist.Distribution) -> Array:
+    """Which numbers of an observed value count, in the shape of the value."""
+    shape, seen = fn.shape(), jnp.ones((), bool)
+    while isinstance(fn, dist.MaskedDistribution | dist.ExpandedDistribution | dist.Independent):
+        if isinstance(fn, dist.MaskedDistribution):
+            mask = jnp.asarray(fn._mask)
+            seen = seen & mask.reshape(*mask.shape, *(1,) * len(fn.event_shape))
+        fn = fn.base_dist
+    return jnp.broadcast_to(seen, shape)
 
 
 def cascade(
@@ -256,7 +280,8 @@ def _over_plate(run: Callable[..., Pass], template: Template, plate: str) -> Cal
         latents = {site.name: axis(site.level) for site in template.latents}
         scored = {site.name: axis(site.level) for site in template.sites if site.kind is not Kind.DETERMINISTIC}
         valued = {site.name: axis(site.level) for site in template.sites if site.kind is not Kind.FACTOR}
-        out_axes = Pass(valued, latents, scored, latents)
+        observed = {site.name: axis(site.level) for site in template.observed}
+        out_axes = Pass(valued, latents, scored, latents, observed)
         return jax.vmap(run, in_axes=in_axes, out_axes=out_axes)(encodings, indices, data)
 
     return mapped

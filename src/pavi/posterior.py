@@ -81,7 +81,7 @@ class Posterior:
     @property
     def num_weights(self) -> int:
         """Trained numbers: shared weights plus rows."""
-        return int(self._weights.shared.size + sum(rows.size for rows in self._weights.rows.values()))
+        return self._weights.count
 
     def sample(
         self,

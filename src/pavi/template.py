@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from pavi.errors import ModelError
@@ -54,6 +54,7 @@ class Site:
         parents: the latent sites whose values its distribution depends on, through any computation.
         given: the earlier latents its posterior depends on: its parents and, through shared children, the
             co-parents; what the flow of this site is conditioned on.
+        masked: whether the model may mask out part of an observed site.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Site:
     given: tuple[str, ...] = ()
     distribution: str = ""
     support: str = ""
+    masked: bool = False
 
     @property
     def member_shape(self) -> tuple[int, ...]:
@@ -133,6 +135,17 @@ class Template:
     def sizes(self, level: Level) -> tuple[int, ...]:
         """Full cardinalities of a level's plates."""
         return tuple(self.plate(name).size for name in level)
+
+    def resized(self, sizes: Mapping[str, int]) -> Template:
+        """The same model with other plate sizes."""
+        plates = tuple(dataclasses.replace(plate, size=sizes.get(plate.name, plate.size)) for plate in self.plates)
+        sites = []
+        for site in self.sites:
+            shape = list(site.shape)
+            for plate, axis in zip(site.level, site.axes, strict=True):
+                shape[axis] = sizes.get(plate, shape[axis])
+            sites.append(dataclasses.replace(site, shape=tuple(shape)))
+        return Template(plates, tuple(sites))
 
     def num_members(self, site: Site) -> int:
         """N_i: how many ground variables the full study has of this site."""

@@ -118,6 +118,7 @@ class _Record:
     size: int = 0
     distribution: str = ""
     support: constraints.Constraint | None = None
+    masked: bool = False
 
 
 class _Recorder(Messenger):
@@ -183,6 +184,7 @@ class _Recorder(Messenger):
         msg["is_observed"] = True
         record = _Record(kind, _frames(msg), shape, jnp.result_type(float), fn.event_dim, size, _describe(fn))
         record.support = fn.support if kind is Kind.OBSERVED else None
+        record.masked = kind is Kind.OBSERVED and _is_masked(fn)
         log_prob = fn.log_prob(msg["value"])
         self._keep(msg, record, log_prob if msg["scale"] is None else log_prob * msg["scale"])
 
@@ -322,6 +324,12 @@ def _unwrapped(fn: dist.Distribution) -> dist.Distribution:
     return fn
 
 
+def _is_masked(fn: dist.Distribution) -> bool:
+    while isinstance(fn, dist.ExpandedDistribution | dist.Independent):
+        fn = fn.base_dist
+    return isinstance(fn, dist.MaskedDistribution)
+
+
 def _describe(fn: dist.Distribution) -> str:
     return type(_unwrapped(fn)).__name__
 
@@ -406,4 +414,5 @@ def _site(name: str, full: _Recorder, single: _Recorder, reach: Mapping) -> Site
         parents=parents,
         distribution=record.distribution,
         support="" if record.support is None else str(record.support),
+        masked=record.masked,
     )

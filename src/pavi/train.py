@@ -34,12 +34,12 @@ from tqdm.auto import tqdm
 from pavi import data as observed_data
 from pavi import rows as row_ops
 from pavi.branch import draw_branch, fixed_branch
-from pavi.cascade import Draw, Prior, Study, cascade
+from pavi.cascade import Study, cascade, draw_prior
 from pavi.compiling import quick_jit, quick_options
 from pavi.elbo import reduced_elbo
 from pavi.errors import TrainingError
-from pavi.families import Family, Units, Weights
-from pavi.template import Level, Site, Template
+from pavi.families import Family, Glimpse, Units, Weights
+from pavi.template import Level, Template
 
 # Adam with a short memory of squared gradients: they fall by orders of magnitude as the posterior narrows.
 ADAM = optax.scale_by_adam(b1=0.9, b2=0.95)
@@ -118,7 +118,7 @@ def default_optimizers(row_rate: float) -> tuple[optax.GradientTransformation, o
 
 def init(problem: Problem, data: Mapping[str, Array], seed: np.ndarray) -> State:
     """The state before the first step. `seed` is the data of a JAX key."""
-    weights = problem.family.init(problem.template, np.random.default_rng(seed), data)
+    weights = problem.family.init(problem.template, np.random.default_rng(seed), data, problem.whole)
     return _init_state(problem.optimizer, problem.row_optimizer, weights, seed)
 
 
@@ -138,13 +138,14 @@ def prepare(problem: Problem, arguments: Any, data: dict[str, Array], seed: np.n
     The small one is compiled in a thread while the big one is traced, which saves a user most of a second.
     """
     zeros = {site.name: np.zeros(site.size, jnp.result_type(float)) for site in problem.template.latents}
+    measured = problem.family.measure(problem.template, data, arguments)
     with ThreadPoolExecutor(1) as pool:
         compiling = pool.submit(_draw_prior.lower(problem.study, arguments, data, seed).compile)
         state = init(problem, data, seed)
-        inputs = Inputs(arguments, data, Units(zeros, zeros))
+        inputs = Inputs(arguments, data, Units(zeros, zeros) | measured)
         chunk_runner(quick).lower(problem, inputs, state, np.zeros(LONGEST_CHUNK, np.float32), np.int32(0))
         compiling.result()
-    return inputs._replace(units=prior_units(problem.study, arguments, data, seed)), state
+    return inputs._replace(units=prior_units(problem.study, arguments, data, seed) | measured), state
 
 
 def prior_units(study: Study, arguments: Any, data: dict[str, Array], seed: np.ndarray) -> Units:
@@ -164,15 +165,12 @@ def prior_units(study: Study, arguments: Any, data: dict[str, Array], seed: np.n
 def _draw_prior(study: Study, arguments: Any, data: dict[str, Array], seed: Array) -> dict[str, Array]:
     template = study.template
 
-    def sampler(site: Site, prior: Prior, encoding: Any, given: Any, key: PRNGKeyArray) -> Draw:
-        return Draw(prior.draw(key), None)
-
     def one(k: Int[Array, ""]) -> dict[str, Array]:
         indices = {plate.name: (k * plate.size // PRIOR_DRAWS)[None] for plate in template.plates}
         branch = fixed_branch(indices)
         sliced = observed_data.at_branch(template, data, branch, frozenset())
         key = jax.random.fold_in(jax.random.wrap_key_data(seed), k)
-        found = cascade(study, arguments, sampler, {}, branch, sliced, key)
+        found = cascade(study, arguments, draw_prior, {}, branch, sliced, key)
         return {name: value.reshape(-1) for name, value in found.unconstrained.items()}
 
     return jax.vmap(one)(jnp.arange(PRIOR_DRAWS))
@@ -191,15 +189,20 @@ def step(problem: Problem, inputs: Inputs, state: State, rate: Float[Array, ""])
     row_states = {level: row_ops.gather(tree, index[level]) for level, tree in state.row_optimizer.items()}
     sliced = observed_data.at_branch(template, inputs.data, branch, whole)
 
-    def loss(shared: Array, rows: dict[Level, Array]) -> Float[Array, ""]:
+    memory_index = {key: () if set(key[1]) <= whole else branch.at(key[1]) for key in state.weights.memory}
+    memory = {key: row_ops.gather(array, memory_index[key]) for key, array in state.weights.memory.items()}
+    glimpse = Glimpse(problem.study, inputs.arguments, branch, sliced)
+
+    def loss(shared: Array, rows: dict[Level, Array]) -> tuple[Float[Array, ""], Any]:
+        encodings, new_memory = problem.family.encode(Weights(shared, rows, memory), inputs.units, glimpse)
         sampler = problem.family.sampler(template, inputs.units, shared)
 
         def particle(key: PRNGKeyArray) -> Float[Array, ""]:
-            return reduced_elbo(problem.study, inputs.arguments, sampler, rows, branch, sliced, key)
+            return reduced_elbo(problem.study, inputs.arguments, sampler, encodings, branch, sliced, key)
 
-        return -jax.vmap(particle)(jax.random.split(noise_key, problem.num_particles)).mean()
+        return -jax.vmap(particle)(jax.random.split(noise_key, problem.num_particles)).mean(), new_memory
 
-    value, (shared_grad, row_grads) = jax.value_and_grad(loss, (0, 1))(state.weights.shared, rows)
+    (value, new_memory), (shared_grad, row_grads) = jax.value_and_grad(loss, (0, 1), has_aux=True)(state.weights.shared, rows)
     # Zero times a number is zero exactly when the number is finite.
     finite = jnp.isfinite(value + sum((0.0 * leaf).sum() for leaf in jax.tree.leaves((shared_grad, row_grads))))
 
@@ -214,8 +217,12 @@ def step(problem: Problem, inputs: Inputs, state: State, rate: Float[Array, ""])
         new_rows[level] = row_ops.scatter(state.weights.rows[level], index[level], kept(old + rate * row_updates, old))
         row_state = kept(row_state, row_states[level])
         new_row_states[level] = row_ops.scatter(state.row_optimizer[level], index[level], row_state)
+    new_memories = {
+        key: row_ops.scatter(array, memory_index[key], kept(new_memory[key], memory[key]))
+        for key, array in state.weights.memory.items()
+    }
     new_state = State(
-        Weights(kept(shared + rate * updates, shared), new_rows),
+        Weights(kept(shared + rate * updates, shared), new_rows, new_memories),
         kept(optimizer_state, state.optimizer),
         new_row_states,
         state.key,

@@ -1,5 +1,6 @@
-"""Encoding schemes: where the per-member vectors that condition the flows come from."""
+"""Encodings: where what is known of each member comes from."""
 
 from pavi.encodings.free import FreeEncodings
+from pavi.encodings.set_encoder import SetEncoder, View
 
-__all__ = ["FreeEncodings"]
+__all__ = ["FreeEncodings", "SetEncoder", "View"]

@@ -14,14 +14,19 @@ import numpy as np
 from flowjax.bijections import AbstractBijection
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from pavi.cascade import Draw, Prior, Sampler
+from pavi.branch import Branch
+from pavi.cascade import Draw, Prior, Sampler, Study
 from pavi.errors import SettingError
 from pavi.flows import MAF, Flow, PointMass, push
+from pavi.packing import Skeleton, pack, skeleton_of
 from pavi.template import Level, Site, Template
 
 
 class Units(NamedTuple):
-    """Center and spread of each latent under the prior, per number. Flows work in these units."""
+    """Center and spread, per number, of each latent under the prior and of data and covariates as given.
+
+    Flows and encoders work in these units.
+    """
 
     center: Mapping[str, Any]
     spread: Mapping[str, Any]
@@ -29,12 +34,33 @@ class Units(NamedTuple):
     def standardize(self, name: str, value: Array) -> Array:
         return (value - self.center[name]) / self.spread[name]
 
+    def __or__(self, other: Units) -> Units:  # type: ignore[override]
+        return Units({**self.center, **other.center}, {**self.spread, **other.spread})
+
 
 class Weights(NamedTuple):
-    """All that training changes: one vector `shared` by every member, and `rows`, arrays of one per member of a level."""
+    """All that training changes: one vector `shared` by every member, and `rows`, arrays of one per member of a level.
+
+    `memory` holds running summaries that training keeps without a gradient, by (observed site, level).
+    """
 
     shared: Any
     rows: Mapping[Level, Any]
+    memory: Mapping[tuple[str, Level], Any]
+
+    @property
+    def count(self) -> int:
+        """Trained numbers: shared weights plus rows."""
+        return int(self.shared.size + sum(rows.size for rows in self.rows.values()))
+
+
+class Glimpse(NamedTuple):
+    """A branch of a study with what a family may look at: the model's array arguments and the data of its members."""
+
+    study: Study
+    arguments: Any
+    branch: Branch
+    data: Mapping[str, Array]
 
 
 @runtime_checkable
@@ -44,13 +70,37 @@ class Family(Protocol):
     row_rate: ClassVar[float]
     """Learning rate of the rows, relative to that of the shared weights."""
 
-    def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any]) -> Weights:
-        """Starting weights for the full study, which may look at its data (plate axes in front)."""
+    def init(
+        self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]
+    ) -> Weights:
+        """Starting weights for the full study, which may look at its data (plate axes in front).
+
+        `whole` names the plates that every step takes whole.
+        """
+        ...
+
+    def measure(self, template: Template, data: Mapping[str, Any], arguments: Any) -> Units:
+        """Center and spread of the data and covariates that `encode` will look at."""
+        ...
+
+    def encode(self, weights: Weights, units: Units, glimpse: Glimpse) -> tuple[Mapping[Level, Any], Mapping]:
+        """Encodings of a branch's members, from weights whose rows and memory are those members'; and the new memory."""
         ...
 
     def sampler(self, template: Template, units: Units, shared: Array) -> Sampler:
-        """The function that draws one latent of one member, given the row of its level as `encoding`."""
+        """The function that draws one latent of one member, given the encoding of its level."""
         ...
+
+    def settle(self, study: Study, arguments: Any, data: Mapping[str, Array], units: Units, weights: Weights) -> Reading:
+        """The trained family as one that needs no data to be read: encodings of all members as rows."""
+        ...
+
+
+class Reading(NamedTuple):
+    """A family and its weights, ready to be read for any slice."""
+
+    family: Family
+    weights: Weights
 
 
 def given_size(template: Template, site: Site, conditioned: bool) -> int:
@@ -82,36 +132,11 @@ def draw_through(
     return Draw(center + spread * value, log_q)
 
 
-class Skeleton(NamedTuple):
-    """A flow's structure apart from its trainable arrays, which travel as one flat vector."""
-
-    structure: Any
-    static: Any
-    shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def size(self) -> int:
-        return sum(math.prod(shape) for shape in self.shapes)
-
-    def fill(self, flat: Float[Array, " weights"]) -> AbstractBijection:
-        ends = np.cumsum([math.prod(shape) for shape in self.shapes])
-        parts = [flat[end - math.prod(shape) : end].reshape(shape) for end, shape in zip(ends, self.shapes, strict=True)]
-        return eqx.combine(jax.tree.unflatten(self.structure, parts), self.static)
-
-
-def fresh_weights(flow: Flow, rng: np.random.Generator, dim: int, cond_dim: int) -> np.ndarray:
-    """Starting weights of a flow as one flat vector."""
-    leaves = jax.tree.leaves(eqx.filter(flow.build(rng, dim, cond_dim), eqx.is_inexact_array))
-    return np.concatenate([np.asarray(leaf).ravel() for leaf in leaves])
-
-
 @functools.lru_cache(maxsize=256)
 def skeleton(flow: Flow, dim: int, cond_dim: int) -> Skeleton:
     """The structure of a flow for a site of some size, built once."""
     with jax.ensure_compile_time_eval():
-        params, static = eqx.partition(flow.build(np.random.default_rng(0), dim, cond_dim), eqx.is_inexact_array)
-    leaves, structure = jax.tree.flatten(params)
-    return Skeleton(structure, static, tuple(leaf.shape for leaf in leaves))
+        return skeleton_of(flow.build(np.random.default_rng(0), dim, cond_dim))
 
 
 class Layout:
@@ -123,9 +148,14 @@ class Layout:
         self.sites = tuple(sites)
         self.skeletons = {s.name: skeleton(self.flows[s.name], s.size, cond_sizes[s.name]) for s in sites}
 
+    @property
+    def size(self) -> int:
+        """Weights of all flows together."""
+        return sum(found.size for found in self.skeletons.values())
+
     def init(self, rng: np.random.Generator) -> np.ndarray:
         sizes = [(self.flows[site.name], site.size, self.cond_sizes[site.name]) for site in self.sites]
-        return np.concatenate([fresh_weights(flow, rng, dim, cond_dim) for flow, dim, cond_dim in sizes])
+        return np.concatenate([pack(flow.build(rng, dim, cond_dim)) for flow, dim, cond_dim in sizes])
 
     def fill(self, flat: Float[Array, " weights"]) -> dict[str, AbstractBijection]:
         built, start = {}, 0

@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from pavi.cascade import Draw, Prior, Sampler
-from pavi.encodings import FreeEncodings
+from pavi.cascade import Draw, Prior, Sampler, Study
+from pavi.encodings import FreeEncodings, SetEncoder
 from pavi.errors import SettingError
-from pavi.families.base import Layout, Units, Weights, check_flow, draw_through, given_size
+from pavi.families.base import Glimpse, Layout, Reading, Units, Weights, check_flow, draw_through, given_size
+from pavi.families.looking import encode_study, show
 from pavi.flows import MAF, Flow
-from pavi.template import Site, Template
+from pavi.template import Level, Site, Template
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,8 @@ class PAVI:
     """Plate-amortized variational inference: shared conditional flows, one encoding per member.
 
     Args:
-        encodings: where encodings come from; `pavi.FreeEncodings(size=...)`.
+        encodings: where encodings come from: `pavi.FreeEncodings(size=...)`, one trained vector per member (PAVI-F), or
+            `pavi.SetEncoder(...)`, computed from the data (PAVI-E).
         flow: one flow for all latent sites, or `{site: flow}` with `...` for the rest.
         condition_on_parents: let each flow see the values its site is given (its parents, and the co-parents drawn
             before it), beside the encoding. Off, it sees them only through the prior it pushes, as in the paper.
@@ -33,7 +35,7 @@ class PAVI:
         >>> family = pavi.PAVI(encodings=pavi.FreeEncodings(size=16), flow=pavi.Affine("tril"))
     """
 
-    encodings: FreeEncodings = FreeEncodings()
+    encodings: FreeEncodings | SetEncoder = FreeEncodings()
     flow: Any = MAF()
     condition_on_parents: bool = True
 
@@ -50,10 +52,43 @@ class PAVI:
         flow = tuple(self.flow.items()) if isinstance(self.flow, Mapping) else self.flow
         return hash((self.encodings, flow, self.condition_on_parents))
 
-    def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any]) -> Weights:
+    def init(
+        self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]
+    ) -> Weights:
         self.encodings.check(template)
         check_flow(self.flow, template)
-        return Weights(self._layout(template).init(rng), self.encodings.init(template, data))
+        shared = self._layout(template).init(rng)
+        memory = {}
+        if isinstance(self.encodings, SetEncoder):
+            shared = np.concatenate([shared, self.encodings.weights(template, rng)]).astype(shared.dtype)
+            sizes = self.encodings.memory_sizes(template, whole)
+            memory = {key: np.zeros((*template.sizes(key[1]), size), shared.dtype) for key, size in sizes.items()}
+        return Weights(shared, self.encodings.init(template, data), memory)
+
+    def measure(self, template: Template, data: Mapping[str, Any], arguments: Any) -> Units:
+        if isinstance(self.encodings, SetEncoder):
+            return Units(*self.encodings.measure(template, data, arguments))
+        return Units({}, {})
+
+    def encode(self, weights: Weights, units: Units, glimpse: Glimpse) -> tuple[Mapping[Level, Any], Mapping]:
+        if not isinstance(self.encodings, SetEncoder):
+            return weights.rows, {}
+        template = glimpse.study.template
+        flat = weights.shared[self._layout(template).size :]
+        view = show(self.encodings, glimpse)
+        found, memory = self.encodings.encode(template, flat, units.standardize, view, weights.memory)
+        return {**weights.rows, **found}, memory
+
+    def settle(self, study: Study, arguments: Any, data: Mapping[str, Array], units: Units, weights: Weights) -> Reading:
+        if not isinstance(self.encodings, SetEncoder):
+            return Reading(self, weights)
+        template = study.template
+        split = self._layout(template).size
+        found = encode_study(self.encodings, study, arguments, data, units, weights.shared[split:])
+        rows = {level: weights.rows.get(level, found.get(level)) for level in template.levels}
+        sizes = {level: int(array.shape[-1]) for level, array in rows.items()}
+        family = dataclasses.replace(self, encodings=FreeEncodings(size=sizes))
+        return Reading(family, Weights(weights.shared[:split], rows, {}))
 
     def sampler(self, template: Template, units: Units, shared: Array) -> Sampler:
         layout = self._layout(template)

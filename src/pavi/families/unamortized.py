@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from pavi.cascade import Draw, Prior, Sampler
-from pavi.families.base import Layout, Units, Weights, check_flow, draw_through, given_size
+from pavi.cascade import Draw, Prior, Sampler, Study
+from pavi.families.base import Glimpse, Layout, Reading, Units, Weights, check_flow, draw_through, given_size
 from pavi.flows import MAF, Flow
 from pavi.template import Level, Site, Template
 
@@ -47,14 +47,25 @@ class UnamortizedFlows:
         flow = tuple(self.flow.items()) if isinstance(self.flow, Mapping) else self.flow
         return hash((flow, self.condition_on_parents))
 
-    def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any]) -> Weights:
-        del data
+    def init(
+        self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]
+    ) -> Weights:
+        del data, whole
         check_flow(self.flow, template)
         rows = {}
         for level in template.levels:  # all members start alike
             row = self._layout(template, level).init(rng)
             rows[level] = np.broadcast_to(row, (*template.sizes(level), len(row)))
-        return Weights(np.zeros(0, jnp.result_type(float)), rows)
+        return Weights(np.zeros(0, jnp.result_type(float)), rows, {})
+
+    def measure(self, template: Template, data: Mapping[str, Any], arguments: Any) -> Units:
+        return Units({}, {})
+
+    def encode(self, weights: Weights, units: Units, glimpse: Glimpse) -> tuple[Mapping[Level, Any], Mapping]:
+        return weights.rows, {}
+
+    def settle(self, study: Study, arguments: Any, data: Mapping[str, Array], units: Units, weights: Weights) -> Reading:
+        return Reading(self, weights)
 
     def sampler(self, template: Template, units: Units, shared: Array) -> Sampler:
         del shared

@@ -127,16 +127,16 @@ class Linear(eqx.Module):
 
 
 class Perceptron(eqx.Module):
-    """Linear layers with rectifiers between them; the last one starts at zero, so the output does."""
+    """Linear layers with rectifiers between them; the last one starts at zero, so the output does, unless `open`."""
 
     layers: tuple[Linear, ...]
 
-    def __init__(self, rng: np.random.Generator, sizes: Sequence[int], masks: Sequence[np.ndarray] | None = None):
+    def __init__(self, rng: np.random.Generator, sizes: Sequence[int], masks: Sequence[np.ndarray] | None = None, open: bool = False):
         layers = []
         for k, (n, m) in enumerate(itertools.pairwise(sizes)):
             mask = None if masks is None else masks[k]
             fan_in = n if mask is None else np.maximum(mask.sum(0), 1)
-            last = k == len(sizes) - 2
+            last = k == len(sizes) - 2 and not open
             weight = np.zeros((n, m)) if last else rng.normal(size=(n, m)) * np.sqrt(2 / fan_in)
             layers.append(Linear(as_weight(weight), as_weight(np.zeros(m)), mask))
         self.layers = tuple(layers)
