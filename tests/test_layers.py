@@ -24,6 +24,8 @@ ORDER = [
     "storage",
     "posterior",
     "api",
+    "amortize",
+    "loading",
     "plots",
 ]
 

@@ -1,11 +1,13 @@
 """Plate-amortized variational inference for NumPyro models of large populations."""
 
 from pavi import baselines, plots
-from pavi.api import Fit, fit, load
+from pavi.amortize import Amortized, amortize
+from pavi.api import Fit, fit
 from pavi.encodings import FreeEncodings, SetEncoder
 from pavi.errors import DataError, LoadError, ModelError, PaviError, SettingError, TrainingError
 from pavi.families import PAVI
 from pavi.flows import MAF, Affine, Flow, PointMass, Spline
+from pavi.loading import load
 from pavi.posterior import Posterior
 from pavi.template import Plate, Site, Template
 from pavi.tracing import read_template
@@ -17,6 +19,7 @@ __all__ = [
     "MAF",
     "PAVI",
     "Affine",
+    "Amortized",
     "DataError",
     "Fit",
     "Flow",
@@ -34,6 +37,7 @@ __all__ = [
     "Stop",
     "Template",
     "TrainingError",
+    "amortize",
     "baselines",
     "fit",
     "load",

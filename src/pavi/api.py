@@ -1,4 +1,4 @@
-"""The public functions that tie the parts together: `fit` and `load`."""
+"""`fit`, and the posterior it gives, which can be saved and updated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -19,13 +19,13 @@ from jaxtyping import PRNGKeyArray
 from pavi import storage
 from pavi.branch import choose_batch
 from pavi.cascade import Hashable, Study
-from pavi.data import Observations, observe
-from pavi.errors import DataError, LoadError, SettingError
-from pavi.families import PAVI, Family, Reading, Units
+from pavi.data import Observations, observe, sizes_of
+from pavi.errors import DataError, LoadError, ModelError, SettingError
+from pavi.families import PAVI, Family, Reading, Units, Weights
 from pavi.posterior import Posterior, seed_of
 from pavi.template import Kind, Level, Template
 from pavi.tracing import is_array, read_template, trace
-from pavi.train import Inputs, Problem, Schedule, Stop, Trained, default_optimizers, prepare, train
+from pavi.train import Inputs, Problem, Schedule, Stop, Trained, default_optimizers, first_state, prepare, train
 
 # Numbers a step touches by default: on a CPU enough to keep the cores busy, on an accelerator many more.
 CPU_BUDGET = 2**15
@@ -109,6 +109,86 @@ class Fit(Posterior):
             },
         )
 
+    def update(
+        self,
+        data: Mapping[str, Any] | xr.Dataset,
+        *,
+        model_args: tuple | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+        steps: int | None = None,
+        rng_key: int | PRNGKeyArray = 0,
+        progress_bar: bool = True,
+    ) -> Fit:
+        """A fit to new data, or to data with new members of a plate, that starts from this one.
+
+        The shared weights are kept and only encodings are searched. Members keep theirs: they are matched by their
+        coordinates where both data have some, else by position. With `pavi.SetEncoder` nothing is searched unless
+        `steps` is given.
+
+        Args:
+            data: all data of the study as it is now, as in `pavi.fit`.
+            model_args: the model's arguments now; by default those of this fit, with plate sizes read off the data.
+            model_kwargs: the model's keyword arguments now, likewise.
+            steps: training steps; by default a tenth of what this fit took.
+            rng_key: an int or a JAX key.
+            progress_bar: show progress.
+
+        Example:
+            >>> import numpy as np, numpyro, numpyro.distributions as dist, pavi
+            >>> def model():
+            ...     mu = numpyro.sample("mu", dist.Normal(0, 5))
+            ...     with numpyro.plate("group", 30):
+            ...         theta = numpyro.sample("theta", dist.Normal(mu, 1))
+            ...         numpyro.sample("x", dist.Normal(theta, 1))
+            >>> x = np.random.default_rng(0).normal(2.0, 1.4, size=33)
+            >>> fit = pavi.fit(model, {"x": x[:30]}, progress_bar=False)
+            >>> fit.update({"x": x}, progress_bar=False).sample(10)["theta"].sizes["group"]
+            33
+        """
+        started = time.perf_counter()
+        before = eqx.combine(self._arguments, self._study.static.value)
+        args = before[0] if model_args is None else model_args
+        kwargs = before[1] if model_kwargs is None else model_kwargs
+        resize = model_args is None and model_kwargs is None
+        study, arguments, observations = read_study(self._study.model, data, args, kwargs, resize)
+        sizes = {plate.name: plate.size for plate in study.template.plates}
+        if str(self.template.resized(sizes)) != str(study.template):
+            raise ModelError(f"The new data belong to another model:\n{study.template}\nThis fit is of\n{self.template}")
+        family = self.family
+        kept = {
+            name: _matched(self._observations, observations, name, self.template.plate(name).size, size)
+            for name, size in sizes.items()
+        }
+        weights = family.extend(self._trained.weights, kept, study.template, observations.arrays)
+        searched = steps is not None or bool(weights.rows)
+        if not searched:
+            trained = Reading(family, weights)
+            return Fit(
+                study,
+                *family.settle(study, arguments, observations.arrays, self._units, weights),
+                self._units,
+                arguments,
+                observations,
+                trained=trained,
+                stop=self.stop,
+                history=self.history,
+                batch=self.batch,
+                skipped=self.skipped,
+            )
+        steps = max(len(self.history["step"]) // 10, 50) if steps is None else steps
+        batch = {plate: min(count, sizes[plate]) for plate, count in self.batch.items()}
+        setting = Setting(family, batch, steps, 8, None, seed_of(rng_key), progress_bar, started)
+        return refine(study, arguments, observations, weights, self._units, setting, frozen=True)
+
+
+def _matched(old: Observations, new: Observations, plate: str, old_size: int, size: int) -> np.ndarray:
+    """For each member of a plate now, which member it was before, or -1."""
+    if plate in old.coords and plate in new.coords:
+        before = {label: k for k, label in enumerate(old.coords[plate].tolist())}
+        return np.array([before.get(label, -1) for label in new.coords[plate].tolist()])
+    index = np.arange(size)
+    return np.where(index < old_size, index, -1)
+
 
 def fit(
     model: Callable,
@@ -155,22 +235,64 @@ def fit(
         <Stop.SETTLED: 'the ELBO settled: no gain beyond its own noise; the learning rate was then decayed to zero'>
     """
     started = time.perf_counter()
-    family = PAVI() if family is None else family
     study, arguments, observations = read_study(model, data, model_args, model_kwargs)
-    template = study.template
     _check_counts(steps, num_particles)
-    chosen, load = _batch(template, batch, num_particles)
+    check_batch(study.template, batch)
+    family = PAVI() if family is None else family
+    setting = Setting(family, batch, steps, num_particles, optimizer, seed_of(rng_key), progress_bar, started)
+    return fit_study(study, arguments, observations, setting)
+
+
+class Setting(NamedTuple):
+    """How to train: what `fit` was told."""
+
+    family: Family
+    batch: Mapping[str, int] | None
+    steps: int | None
+    num_particles: int
+    optimizer: optax.GradientTransformation | None
+    seed: np.ndarray
+    progress_bar: bool
+    started: float
+
+
+def fit_study(study: Study, arguments: Any, observations: Observations, setting: Setting) -> Fit:
+    """Trains from scratch on a study that has been read."""
+    family, optimizer = setting.family, setting.optimizer
     optimizers = default_optimizers(family.row_rate) if optimizer is None else (optimizer, optimizer)
-    problem = Problem(study, family, tuple(chosen.items()), num_particles, *optimizers)
-    seed = seed_of(rng_key)
-    schedule = Schedule(template, chosen, steps, decays=optimizer is None, load=load)
-    inputs, state = prepare(problem, arguments, observations.arrays, seed, schedule.short)
-    trained = train(problem, inputs, state, schedule, started, progress_bar)
-    return finish(problem, inputs, observations, trained)
+    problem, schedule = _problem(study, setting, optimizers, early=True)
+    inputs, state = prepare(problem, arguments, observations.arrays, setting.seed, schedule.short)
+    trained = train(problem, inputs, state, schedule, setting.started, setting.progress_bar)
+    return _finish(problem, inputs, observations, trained)
 
 
-def finish(problem: Problem, inputs: Inputs, observations: Observations, trained: Trained) -> Fit:
-    """The fit that training has led to."""
+def refine(
+    study: Study,
+    arguments: Any,
+    observations: Observations,
+    weights: Weights,
+    units: Units,
+    setting: Setting,
+    frozen: bool = False,
+) -> Fit:
+    """Trains on from given weights; with `frozen`, only the rows."""
+    optimizer, row_optimizer = default_optimizers(setting.family.row_rate)
+    optimizers = (optax.set_to_zero() if frozen else optimizer, row_optimizer)
+    problem, schedule = _problem(study, setting, optimizers, early=False)
+    inputs = Inputs(arguments, observations.arrays, units)
+    state = first_state(*optimizers, weights, setting.seed)
+    trained = train(problem, inputs, state, schedule, setting.started, setting.progress_bar)
+    return _finish(problem, inputs, observations, trained)
+
+
+def _problem(study: Study, setting: Setting, optimizers: tuple, early: bool) -> tuple[Problem, Schedule]:
+    chosen, load = _batch(study.template, setting.batch, setting.num_particles)
+    problem = Problem(study, setting.family, tuple(chosen.items()), setting.num_particles, *optimizers)
+    decays = setting.optimizer is None
+    return problem, Schedule(study.template, chosen, setting.steps, decays=decays, load=load, early=early)
+
+
+def _finish(problem: Problem, inputs: Inputs, observations: Observations, trained: Trained) -> Fit:
     reading = Reading(problem.family, trained.state.weights)
     return Fit(
         problem.study,
@@ -186,12 +308,8 @@ def finish(problem: Problem, inputs: Inputs, observations: Observations, trained
     )
 
 
-def load(path: str | os.PathLike, model: Callable) -> Fit:
-    """Loads a fit that `Fit.save` wrote. `model` must be the model it was fitted with.
-
-    Example: see `Fit.save`.
-    """
-    saved = storage.read(path)
+def load_fit(path: str | os.PathLike, saved: Any, model: Callable) -> Fit:
+    """The fit of a saved file's content."""
     try:
         observations = saved["data"]
         args, kwargs = saved["model_args"], saved["model_kwargs"]
@@ -205,7 +323,7 @@ def load(path: str | os.PathLike, model: Callable) -> Fit:
             f"and the model given is\n{template}"
         )
     arrays = {name: jnp.asarray(array) for name, array in observations.arrays.items()}
-    static, arguments = _split_arguments(args, kwargs)
+    static, arguments = split_arguments(args, kwargs)
     study, units = Study(model, template, static), Units(*saved["units"])
     trained = Reading(saved["family"], jax.tree.map(jnp.asarray, saved["weights"]))
     return Fit(
@@ -223,21 +341,25 @@ def load(path: str | os.PathLike, model: Callable) -> Fit:
 
 
 def read_study(
-    model: Callable, data: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None
+    model: Callable, data: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None, resize: bool = False
 ) -> tuple[Study, Any, Observations]:
-    """The study of a model and its data: (study, the arrays among the model's arguments, the checked data)."""
+    """The study of a model and its data: (study, the arrays among the model's arguments, the checked data).
+
+    With `resize`, plates take their sizes from the data where the model states others.
+    """
     if not isinstance(data, Mapping):
         raise DataError(f"`data` is a {type(data).__name__}; expected a mapping from observed site to array, or a Dataset.")
     if not data:
         raise DataError("`data` is empty: name at least one observed site and its values.")
     names = [str(name) for name in data]
     template, supports = trace(model, names, tuple(model_args), model_kwargs)
-    observations = observe(template, data, supports)
-    static, arguments = _split_arguments(tuple(model_args), dict(model_kwargs or {}))
-    return Study(model, template, static), arguments, observations
+    static, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
+    if resize and not jax.tree.leaves(arguments):
+        template = template.resized(sizes_of(template, data))
+    return Study(model, template, static), arguments, observe(template, data, supports)
 
 
-def _split_arguments(args: tuple, kwargs: dict) -> tuple[Hashable, Any]:
+def split_arguments(args: tuple, kwargs: dict) -> tuple[Hashable, Any]:
     """Arguments that are not arrays, which the compiled step depends on, and those that are."""
     arrays, static = eqx.partition((args, kwargs), is_array)
     return Hashable(static), jax.tree.map(jnp.asarray, arrays)
@@ -250,15 +372,20 @@ def _check_counts(steps: int | None, num_particles: int) -> None:
         raise SettingError(f"num_particles={num_particles}: expected at least 1.")
 
 
-def _batch(template: Template, batch: Mapping[str, int] | None, num_particles: int) -> tuple[dict[str, int], float]:
-    """Members per step for every plate: those asked for, and for the rest what a step can afford; what share that is."""
-    batch = dict(batch or {})
+def check_batch(template: Template, batch: Mapping[str, int] | None) -> None:
+    """Refuses members per step that the plates do not have."""
     sizes = {plate.name: plate.size for plate in template.plates}
-    for plate, count in batch.items():
+    for plate, count in (batch or {}).items():
         if plate not in sizes:
             raise SettingError(f"batch names the plate {plate!r}, which the model does not have. Its plates: {list(sizes)}.")
         if not 1 <= count <= sizes[plate]:
             raise SettingError(f"batch[{plate!r}] = {count}: expected from 1 to the plate's size, {sizes[plate]}.")
+
+
+def _batch(template: Template, batch: Mapping[str, int] | None, num_particles: int) -> tuple[dict[str, int], float]:
+    """Members per step for every plate: those asked for, and for the rest what a step can afford; what share that is."""
+    batch = dict(batch or {})
+    sizes = {plate.name: plate.size for plate in template.plates}
     free = {plate: size for plate, size in sizes.items() if plate not in batch}
     work = _work(template, batch)
     budget = (CPU_BUDGET if jax.default_backend() == "cpu" else ACCELERATOR_BUDGET) // num_particles

@@ -103,7 +103,7 @@ class Draw(NamedTuple):
 
 
 # Draws one latent of one member: (site, prior, encoding, unconstrained values drawn before, key) -> Draw.
-Sampler = Callable[[Site, Prior, Array | None, Mapping[str, Array], PRNGKeyArray], Draw]
+Sampler = Callable[[Site, Prior, Any, Mapping[str, Array], PRNGKeyArray], Draw]
 
 
 def draw_prior(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Array], key: PRNGKeyArray) -> Draw:
@@ -130,7 +130,7 @@ class _Cascade(Messenger):
         self,
         template: Template,
         sampler: Sampler,
-        encodings: Mapping[Level, Array],
+        encodings: Mapping[Level, Any],
         indices: Mapping[str, Int[Array, ""]],
         data: Mapping[str, Array],
         key: PRNGKeyArray,
@@ -234,7 +234,7 @@ def cascade(
     study: Study,
     arrays: Any,
     sampler: Sampler,
-    encodings: Mapping[Level, Array],
+    encodings: Mapping[Level, Any],
     branch: Branch,
     data: Mapping[str, Array],
     key: PRNGKeyArray,
@@ -245,7 +245,7 @@ def cascade(
 
     Args:
         arrays: the array part of the model's arguments.
-        encodings: per level, encodings of the branch's members, an axis for each plate of the level in front.
+        encodings: per level, arrays (or trees of them) for the branch's members, with its plates' axes in front.
         data: per observed site, its values at the branch's members, laid out the same way.
         predict: draw the observed sites instead of taking their data.
     """

@@ -59,6 +59,18 @@ def observe(
     return Observations(arrays, coords, event_dims)
 
 
+def sizes_of(template: Template, data: Mapping[str, Any] | xr.Dataset) -> dict[str, int]:
+    """Plate sizes as the data have them, where they have the model's number of axes."""
+    sizes: dict[str, int] = {}
+    for site in template.observed:
+        value = data[str(data_name(site.name, [str(name) for name in data]))]
+        if isinstance(value, xr.DataArray):
+            sizes |= {plate: int(value.sizes[plate]) for plate in site.level if plate in value.dims}
+        elif np.ndim(value) == len(site.shape):
+            sizes |= {plate: int(np.shape(value)[axis]) for plate, axis in zip(site.level, site.axes, strict=True)}
+    return sizes
+
+
 def at_branch(template: Template, arrays: Mapping[str, Array], branch: Branch, whole: frozenset[str]) -> dict[str, Array]:
     """The data of a branch's members. Plates in `whole` are known to be taken whole and in order."""
     return {

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +90,9 @@ class Problem:
         """The plates whose members are all taken in every step."""
         return frozenset(plate for plate, count in self.batch if count == self.sizes[plate])
 
+    def step(self, inputs: Inputs, state: State, rate: Float[Array, ""]) -> tuple[State, Float[Array, ""]]:
+        return step(self, inputs, state, rate)
+
 
 class Inputs(NamedTuple):
     """The arrays a step reads and does not change."""
@@ -119,13 +122,14 @@ def default_optimizers(row_rate: float) -> tuple[optax.GradientTransformation, o
 def init(problem: Problem, data: Mapping[str, Array], seed: np.ndarray) -> State:
     """The state before the first step. `seed` is the data of a JAX key."""
     weights = problem.family.init(problem.template, np.random.default_rng(seed), data, problem.whole)
-    return _init_state(problem.optimizer, problem.row_optimizer, weights, seed)
+    return first_state(problem.optimizer, problem.row_optimizer, weights, seed)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def _init_state(
+@partial(jax.jit, static_argnums=(0, 1))
+def first_state(
     optimizer: optax.GradientTransformation, row_optimizer: optax.GradientTransformation, weights: Weights, seed: Array
 ) -> State:
+    """The state before the first step from given weights."""
     zero = jnp.zeros((), jnp.int32)
     row_states = {level: row_ops.init_optimizer(row_optimizer, rows) for level, rows in weights.rows.items()}
     key = jax.random.wrap_key_data(seed)
@@ -168,9 +172,9 @@ def _draw_prior(study: Study, arguments: Any, data: dict[str, Array], seed: Arra
     def one(k: Int[Array, ""]) -> dict[str, Array]:
         indices = {plate.name: (k * plate.size // PRIOR_DRAWS)[None] for plate in template.plates}
         branch = fixed_branch(indices)
-        sliced = observed_data.at_branch(template, data, branch, frozenset())
+        sliced = observed_data.at_branch(template, data, branch, frozenset()) if data else {}
         key = jax.random.fold_in(jax.random.wrap_key_data(seed), k)
-        found = cascade(study, arguments, draw_prior, {}, branch, sliced, key)
+        found = cascade(study, arguments, draw_prior, {}, branch, sliced, key, predict=not data)
         return {name: value.reshape(-1) for name, value in found.unconstrained.items()}
 
     return jax.vmap(one)(jnp.arange(PRIOR_DRAWS))
@@ -202,7 +206,9 @@ def step(problem: Problem, inputs: Inputs, state: State, rate: Float[Array, ""])
 
         return -jax.vmap(particle)(jax.random.split(noise_key, problem.num_particles)).mean(), new_memory
 
-    (value, new_memory), (shared_grad, row_grads) = jax.value_and_grad(loss, (0, 1), has_aux=True)(state.weights.shared, rows)
+    (value, new_memory), (shared_grad, row_grads) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+        state.weights.shared, rows
+    )
     # Zero times a number is zero exactly when the number is finite.
     finite = jnp.isfinite(value + sum((0.0 * leaf).sum() for leaf in jax.tree.leaves((shared_grad, row_grads))))
 
@@ -232,12 +238,18 @@ def step(problem: Problem, inputs: Inputs, state: State, rate: Float[Array, ""])
     return new_state, -value
 
 
-def _run_chunk(problem: Problem, inputs: Inputs, state: State, rates: Array, count: Array) -> tuple[State, Array]:
+class Steppable(Protocol):
+    """What a training loop needs of a problem: a hashable record with a step."""
+
+    def step(self, inputs: Inputs, state: State, rate: Float[Array, ""]) -> tuple[State, Float[Array, ""]]: ...
+
+
+def _run_chunk(problem: Steppable, inputs: Inputs, state: State, rates: Array, count: Array) -> tuple[State, Array]:
     """`count` steps in one compiled loop; the ELBO of each."""
 
     def body(k: Int[Array, ""], carry: tuple[State, Array]) -> tuple[State, Array]:
         state, elbos = carry
-        state, elbo = step(problem, inputs, state, rates[k])
+        state, elbo = problem.step(inputs, state, rates[k])
         return state, elbos.at[k].set(elbo)
 
     return jax.lax.fori_loop(0, count, body, (state, jnp.full(rates.shape, jnp.nan)))
@@ -258,8 +270,14 @@ def early_rates(steps: np.ndarray) -> Float[np.ndarray, " steps"]:
 class Schedule:
     """Decides the learning rate of the coming steps and when to stop. Rates are fractions of the full rate."""
 
-    def __init__(self, template: Template, batch: dict[str, int], steps: int | None, decays: bool, load: float):
-        """`load` is how much of the work a step may do it does: small steps are cheap, so more of them are taken."""
+    def __init__(
+        self, template: Template, batch: dict[str, int], steps: int | None, decays: bool, load: float, early: bool = True
+    ):
+        """`load` is how much of the work a step may do it does: small steps are cheap, so more of them are taken.
+
+        Without `early` the rates do not start high: for training that goes on from an earlier one.
+        """
+        self.early = early
         epochs = [np.prod([template.plate(p).size / batch[p] for p in level]) for level in template.levels]
         self.fewest = int(FEWEST_VISITS * max(epochs, default=1)) + int(300 / np.clip(load, 0.2, 1.0))
         self.limit = max(int(MOST_VISITS * max(epochs, default=1)), 2 * self.fewest) if steps is None else steps
@@ -286,11 +304,12 @@ class Schedule:
         steps = np.arange(start, end)
         if not self.decays:
             return np.ones(len(steps), np.float32)
+        rates = early_rates(steps) if self.early else np.ones(len(steps), np.float32)
         if self.decay is None:
-            return early_rates(steps)
+            return rates
         begin, finish = self.decay
         progress = np.clip((steps - begin) / max(finish - begin, 1), 0.0, 1.0)
-        return (early_rates(steps) * 0.5 * (1 + np.cos(np.pi * progress))).astype(np.float32)
+        return (rates * 0.5 * (1 + np.cos(np.pi * progress))).astype(np.float32)
 
     def update(self, elbos: list[np.ndarray]) -> None:
         """Looks at all ELBOs so far; sets `stop` when it is time."""
@@ -325,7 +344,9 @@ class Trained(NamedTuple):
     stop: Stop
 
 
-def train(problem: Problem, inputs: Inputs, state: State, schedule: Schedule, started: float, progress_bar: bool) -> Trained:
+def train(
+    problem: Steppable, inputs: Inputs, state: State, schedule: Schedule, started: float, progress_bar: bool
+) -> Trained:
     """Takes chunks of steps until the schedule says stop, Ctrl-C is pressed, or steps keep failing."""
     elbos: list[np.ndarray] = []
     seconds: list[np.ndarray] = []

@@ -86,3 +86,34 @@ class FreeEncodings:
             features = summarize(template, data, level, size)
             rows[level][..., : features.shape[-1]] = features
         return rows
+
+    def extend(
+        self, rows: Mapping[Level, Any], kept: Mapping[str, np.ndarray], template: Template, data: Mapping[str, Any]
+    ) -> dict[Level, np.ndarray]:
+        """Rows of a study whose members `kept` names from an earlier one; new members' are guessed from their data.
+
+        Args:
+            rows: rows of the earlier study.
+            kept: per plate, which earlier member each member is, or -1.
+            template: the study as it is now.
+            data: its data.
+        """
+        extended = {}
+        for level, old in rows.items():
+            if not level:
+                extended[level] = np.asarray(old)
+                continue
+            features = summarize(template, data, level, old.shape[-1])
+            old_places = np.ix_(*(np.maximum(kept[plate], 0) for plate in level))
+            known = np.ones(template.sizes(level), bool)
+            for axis, plate in enumerate(level):
+                shape = [1] * len(level)
+                shape[axis] = -1
+                known &= (kept[plate] >= 0).reshape(shape)
+            new = np.asarray(old)[old_places]
+            if not known.all():
+                inputs = np.concatenate([features, np.ones((*features.shape[:-1], 1), features.dtype)], -1)
+                slopes, *_ = np.linalg.lstsq(inputs[known], new[known], rcond=None)
+                new[~known] = inputs[~known] @ slopes
+            extended[level] = new
+        return extended

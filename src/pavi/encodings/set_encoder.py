@@ -208,8 +208,9 @@ class SetEncoder:
 
     def init(self, template: Template, data: Mapping[str, Any]) -> dict[Level, np.ndarray]:
         """Free encodings of the levels that no data reach."""
-        free = FreeEncodings().init(template, data)
-        return {level: free[level] for level in self._free(template)}
+        del data
+        free = {level: (*template.sizes(level), self.level_size(template, level)) for level in self._free(template)}
+        return {level: np.zeros(shape, jnp.result_type(float)) for level, shape in free.items()}
 
     def weights(self, template: Template, rng: np.random.Generator) -> np.ndarray:
         """Starting weights of the networks, as one flat vector."""

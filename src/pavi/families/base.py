@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +32,7 @@ class Units(NamedTuple):
     def standardize(self, name: str, value: Array) -> Array:
         return (value - self.center[name]) / self.spread[name]
 
-    def __or__(self, other: Units) -> Units:  # type: ignore[override]
+    def __or__(self, other: Units) -> Units:
         return Units({**self.center, **other.center}, {**self.spread, **other.spread})
 
 
@@ -70,9 +68,7 @@ class Family(Protocol):
     row_rate: ClassVar[float]
     """Learning rate of the rows, relative to that of the shared weights."""
 
-    def init(
-        self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]
-    ) -> Weights:
+    def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]) -> Weights:
         """Starting weights for the full study, which may look at its data (plate axes in front).
 
         `whole` names the plates that every step takes whole.
@@ -89,6 +85,12 @@ class Family(Protocol):
 
     def sampler(self, template: Template, units: Units, shared: Array) -> Sampler:
         """The function that draws one latent of one member, given the encoding of its level."""
+        ...
+
+    def extend(
+        self, weights: Weights, kept: Mapping[str, np.ndarray], template: Template, data: Mapping[str, Any]
+    ) -> Weights:
+        """Weights for a study whose members `kept` names, per plate, from an earlier one (-1 for new ones)."""
         ...
 
     def settle(self, study: Study, arguments: Any, data: Mapping[str, Array], units: Units, weights: Weights) -> Reading:
@@ -120,8 +122,7 @@ def draw_through(
 ) -> Draw:
     """Draws from the conditional prior and pushes the draw through a flow, in the prior's units (`eq:q_full`)."""
     center, spread = units.center[site.name], units.spread[site.name]
-    values = [units.standardize(name, given[name]) for name in site.given] if conditioned else []
-    condition = jnp.concatenate([jnp.zeros(0), *values])
+    condition = _condition(units, conditioned, site, given)
     if isinstance(flow, PointMass):
         value, _ = bijection.transform_and_log_det(jnp.zeros(site.size), jnp.concatenate([encoding, condition]))
         return Draw(center + spread * value, None)
@@ -130,6 +131,28 @@ def draw_through(
         bijection, flow.path(site.size), base, encoding, condition, lambda base: prior.log_prob(center + spread * base)
     )
     return Draw(center + spread * value, log_q)
+
+
+def score_through(
+    bijection: AbstractBijection,
+    encoding: Array,
+    units: Units,
+    conditioned: bool,
+    site: Site,
+    prior: Prior,
+    given: Mapping[str, Array],
+    value: Array,
+) -> Float[Array, ""]:
+    """Log-density of a given value under the prior pushed through a flow."""
+    center, spread = units.center[site.name], units.spread[site.name]
+    condition = jnp.concatenate([encoding, _condition(units, conditioned, site, given)])
+    base, log_det = bijection.inverse_and_log_det((value - center) / spread, condition)
+    return prior.log_prob(center + spread * base) + log_det
+
+
+def _condition(units: Units, conditioned: bool, site: Site, given: Mapping[str, Array]) -> Array:
+    values = [units.standardize(name, given[name]) for name in site.given] if conditioned else []
+    return jnp.concatenate([jnp.zeros(0), *values])
 
 
 @functools.lru_cache(maxsize=256)

@@ -83,8 +83,8 @@ class _Tiled:
             if whole is None:
                 whole = [np.empty((*sizes.values(), *part.shape[len(level) :]), part.dtype) for part in parts]
             keep = tuple(slice(s.stop - s.start) for s in place)
-            for target, part in zip(whole, parts, strict=True):
-                target[place] = part[keep]
+            for target, piece in zip(whole, parts, strict=True):
+                target[place] = piece[keep]
         assert whole is not None
         return Known(*whole)  # type: ignore[arg-type]
 

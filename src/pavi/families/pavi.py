@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from pavi.cascade import Draw, Prior, Sampler, Study
 from pavi.encodings import FreeEncodings, SetEncoder
 from pavi.errors import SettingError
-from pavi.families.base import Glimpse, Layout, Reading, Units, Weights, check_flow, draw_through, given_size
+from pavi.families.base import Glimpse, Layout, Reading, Units, Weights, check_flow, draw_through, given_size, score_through
 from pavi.families.looking import encode_study, show
 from pavi.flows import MAF, Flow
 from pavi.template import Level, Site, Template
@@ -52,9 +53,7 @@ class PAVI:
         flow = tuple(self.flow.items()) if isinstance(self.flow, Mapping) else self.flow
         return hash((self.encodings, flow, self.condition_on_parents))
 
-    def init(
-        self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]
-    ) -> Weights:
+    def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]) -> Weights:
         self.encodings.check(template)
         check_flow(self.flow, template)
         shared = self._layout(template).init(rng)
@@ -77,7 +76,12 @@ class PAVI:
         flat = weights.shared[self._layout(template).size :]
         view = show(self.encodings, glimpse)
         found, memory = self.encodings.encode(template, flat, units.standardize, view, weights.memory)
-        return {**weights.rows, **found}, memory
+        rest = {
+            level: jnp.zeros((*map(len, glimpse.branch.at(level)), self.encodings.level_size(template, level)))
+            for level in template.levels
+            if level not in found and level not in weights.rows
+        }
+        return {**rest, **weights.rows, **found}, memory
 
     def settle(self, study: Study, arguments: Any, data: Mapping[str, Array], units: Units, weights: Weights) -> Reading:
         if not isinstance(self.encodings, SetEncoder):
@@ -85,10 +89,16 @@ class PAVI:
         template = study.template
         split = self._layout(template).size
         found = encode_study(self.encodings, study, arguments, data, units, weights.shared[split:])
-        rows = {level: weights.rows.get(level, found.get(level)) for level in template.levels}
+        rows = {**weights.rows, **found}
         sizes = {level: int(array.shape[-1]) for level, array in rows.items()}
         family = dataclasses.replace(self, encodings=FreeEncodings(size=sizes))
         return Reading(family, Weights(weights.shared[:split], rows, {}))
+
+    def extend(
+        self, weights: Weights, kept: Mapping[str, np.ndarray], template: Template, data: Mapping[str, Any]
+    ) -> Weights:
+        rows = FreeEncodings().extend(weights.rows, kept, template, data)
+        return Weights(weights.shared, rows, {})
 
     def sampler(self, template: Template, units: Units, shared: Array) -> Sampler:
         layout = self._layout(template)
@@ -101,6 +111,19 @@ class PAVI:
             return draw_through(flow, bijection, read, units, self.condition_on_parents, site, prior, given, key)
 
         return draw
+
+    def scorer(self, template: Template, units: Units, shared: Array) -> Sampler:
+        """A sampler that takes given values, as `(encoding, {site: value})` in place of the encoding, and scores them."""
+        layout = self._layout(template)
+        built = layout.fill(shared)
+
+        def score(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Array], key: PRNGKeyArray) -> Draw:
+            row, truth = encoding
+            read = row[: self.encodings.site_size(template, site)]
+            value, conditioned = truth[site.name], self.condition_on_parents
+            return Draw(value, score_through(built[site.name], read, units, conditioned, site, prior, given, value))
+
+        return score
 
     def _layout(self, template: Template) -> Layout:
         return Layout(

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from pavi.cascade import Draw, Prior, Sampler, Study
+from pavi.encodings import FreeEncodings
 from pavi.families.base import Glimpse, Layout, Reading, Units, Weights, check_flow, draw_through, given_size
 from pavi.flows import MAF, Flow
 from pavi.template import Level, Site, Template
@@ -47,9 +48,7 @@ class UnamortizedFlows:
         flow = tuple(self.flow.items()) if isinstance(self.flow, Mapping) else self.flow
         return hash((flow, self.condition_on_parents))
 
-    def init(
-        self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]
-    ) -> Weights:
+    def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]) -> Weights:
         del data, whole
         check_flow(self.flow, template)
         rows = {}
@@ -63,6 +62,12 @@ class UnamortizedFlows:
 
     def encode(self, weights: Weights, units: Units, glimpse: Glimpse) -> tuple[Mapping[Level, Any], Mapping]:
         return weights.rows, {}
+
+    def extend(
+        self, weights: Weights, kept: Mapping[str, np.ndarray], template: Template, data: Mapping[str, Any]
+    ) -> Weights:
+        rows = FreeEncodings().extend(weights.rows, kept, template, data)
+        return Weights(weights.shared, rows, {})
 
     def settle(self, study: Study, arguments: Any, data: Mapping[str, Array], units: Units, weights: Weights) -> Reading:
         return Reading(self, weights)

@@ -131,7 +131,9 @@ class Perceptron(eqx.Module):
 
     layers: tuple[Linear, ...]
 
-    def __init__(self, rng: np.random.Generator, sizes: Sequence[int], masks: Sequence[np.ndarray] | None = None, open: bool = False):
+    def __init__(
+        self, rng: np.random.Generator, sizes: Sequence[int], masks: Sequence[np.ndarray] | None = None, open: bool = False
+    ):
         layers = []
         for k, (n, m) in enumerate(itertools.pairwise(sizes)):
             mask = None if masks is None else masks[k]
