@@ -50,3 +50,38 @@ def gre_evidence(x: np.ndarray, sigma_x: float) -> float:
     )
     log_det = groups * (points - 1) * np.log(within) + (groups - 1) * np.log(between) + np.log(overall)
     return float(-0.5 * (quadratic + dim * (log_det + groups * points * np.log(2 * np.pi))))
+
+
+def hierarchical_variance(num_groups: int = 15, num_points: int = 15, dim: int = 2) -> Callable:
+    """Parents as the scales of their children (paper, `eq:HV`)."""
+
+    def model() -> None:
+        top = numpyro.sample("theta_2", dist.LogNormal(jnp.zeros(dim), 1.0).to_event(1))
+        with numpyro.plate("group", num_groups, dim=-2):
+            scale = numpyro.sample("theta_1", dist.LogNormal(0.0, top).to_event(1))
+            with numpyro.plate("point", num_points, dim=-1):
+                numpyro.sample("x", dist.LogNormal(0.0, scale).to_event(1))
+
+    return model
+
+
+def gaussian_mixture(num_groups: int = 20, num_points: int = 10, dim: int = 2, components: int = 3) -> Callable:
+    """A Gaussian mixture with random effects (paper, `eq:GM`), labels summed out. The paper leaves the scales open."""
+
+    def model() -> None:
+        centers = numpyro.sample("theta_2", dist.Normal(jnp.zeros((components, dim)), 2.0).to_event(2))
+        with numpyro.plate("group", num_groups, dim=-2):
+            weights = numpyro.sample("pi", dist.Dirichlet(jnp.ones(components)))
+            means = numpyro.sample("theta_1", dist.Normal(centers, 0.5).to_event(2))
+            with numpyro.plate("point", num_points, dim=-1):
+                each = dist.Normal(means, 0.3).to_event(1)
+                numpyro.sample("x", dist.MixtureSameFamily(dist.Categorical(probs=weights), each))
+
+    return model
+
+
+def simulate(model: Callable, seed: int, site: str = "x") -> np.ndarray:
+    """Data drawn from a model's prior."""
+    with numpyro.handlers.seed(rng_seed=seed), numpyro.handlers.trace() as trace:
+        model()
+    return np.asarray(trace[site]["value"])
