@@ -26,6 +26,7 @@ ORDER = [
     "api",
     "amortize",
     "loading",
+    "diagnostics",
     "plots",
 ]
 

@@ -3,6 +3,7 @@
 from pavi import baselines, plots
 from pavi.amortize import Amortized, amortize
 from pavi.api import Fit, fit
+from pavi.diagnostics import BiasCheck, bias_check
 from pavi.encodings import FreeEncodings, SetEncoder
 from pavi.errors import DataError, LoadError, ModelError, PaviError, SettingError, TrainingError
 from pavi.families import PAVI
@@ -20,6 +21,7 @@ __all__ = [
     "PAVI",
     "Affine",
     "Amortized",
+    "BiasCheck",
     "DataError",
     "Fit",
     "Flow",
@@ -39,6 +41,7 @@ __all__ = [
     "TrainingError",
     "amortize",
     "baselines",
+    "bias_check",
     "fit",
     "load",
     "plots",

@@ -382,6 +382,11 @@ def check_batch(template: Template, batch: Mapping[str, int] | None) -> None:
             raise SettingError(f"batch[{plate!r}] = {count}: expected from 1 to the plate's size, {sizes[plate]}.")
 
 
+def usual_batch(template: Template) -> dict[str, int]:
+    """Members per step that a fit takes of each plate when it is not told."""
+    return _batch(template, None, 8)[0]
+
+
 def _batch(template: Template, batch: Mapping[str, int] | None, num_particles: int) -> tuple[dict[str, int], float]:
     """Members per step for every plate: those asked for, and for the rest what a step can afford; what share that is."""
     batch = dict(batch or {})
