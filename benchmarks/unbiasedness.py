@@ -57,7 +57,7 @@ def compare(model, data: dict, batch: dict[str, int], family=None) -> tuple[int,
     family = pavi.PAVI() if family is None else family
     study, arguments, observations = read_study(model, data, (), None)
     template = study.template
-    weights = family.init(template, np.random.default_rng(1), observations.arrays)
+    weights = family.init(template, np.random.default_rng(1), observations.arrays, frozenset())
     rng = np.random.default_rng(2)  # away from the start, where many gradients are zero
     shared = jnp.asarray(weights.shared + 0.1 * rng.normal(size=weights.shared.shape), jnp.float32)
     rows = {k: jnp.asarray(v + 0.3 * rng.normal(size=v.shape), jnp.float32) for k, v in weights.rows.items()}

@@ -57,8 +57,19 @@ class Moments(NamedTuple):
     sd: dict[str, np.ndarray]
 
 
+KNOWN: dict = {}
+
+
 def nuts(model: Callable, data: dict, args: tuple = (), kwargs: dict | None = None, num_samples: int = 4000) -> Moments:
-    """Posterior moments by NUTS, of latent and deterministic sites alike."""
+    """Posterior moments by NUTS, of latent and deterministic sites alike; run once for the same model and data."""
+    arrays = [np.asarray(value) for value in jax.tree.leaves((data, args, kwargs))]
+    asked = (model.__qualname__, num_samples, tuple((array.shape, array.tobytes()) for array in arrays))
+    if asked not in KNOWN:
+        KNOWN[asked] = _nuts(model, data, args, kwargs, num_samples)
+    return KNOWN[asked]
+
+
+def _nuts(model: Callable, data: dict, args: tuple, kwargs: dict | None, num_samples: int) -> Moments:
     conditioned = condition(model, {name: jnp.asarray(value) for name, value in data.items()})
     mcmc = MCMC(NUTS(conditioned), num_warmup=800, num_samples=num_samples, progress_bar=False)
     mcmc.run(jax.random.key(3), *args, **(kwargs or {}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -14,6 +16,16 @@ from numpyro.infer.reparam import LocScaleReparam
 import pavi
 
 RNG = np.random.default_rng(7)
+
+
+@pytest.fixture(autouse=True, params=["free", "encoder"])
+def scheme(request, monkeypatch):
+    """Every model is fitted with both encoding schemes, on the same data whichever tests are run."""
+    global RNG
+    RNG = np.random.default_rng(7)
+    if request.param == "encoder":
+        with_encoder = functools.partial(pavi.fit, family=pavi.PAVI(encodings=pavi.SetEncoder()))
+        monkeypatch.setattr(pavi, "fit", with_encoder)
 
 
 def normal(*shape: int, loc: float = 0.0, scale: float = 1.0) -> np.ndarray:

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -238,6 +238,7 @@ def step(problem: Problem, inputs: Inputs, state: State, rate: Float[Array, ""])
     return new_state, -value
 
 
+@runtime_checkable
 class Steppable(Protocol):
     """What a training loop needs of a problem: a hashable record with a step."""
 

@@ -120,7 +120,7 @@ class Linear(eqx.Module):
     mask: np.ndarray | None = None
     gain: tuple[float, ...] | None = eqx.field(static=True, default=None)
 
-    def __call__(self, x: Float[Array, " in"]) -> Float[Array, " out"]:
+    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         weight = self.weight if self.mask is None else jnp.where(self.mask, self.weight, 0.0)
         product = x @ weight
         return product + self.bias if self.gain is None else product * np.array(self.gain, product.dtype) + self.bias
@@ -143,7 +143,7 @@ class Perceptron(eqx.Module):
             layers.append(Linear(as_weight(weight), as_weight(np.zeros(m)), mask))
         self.layers = tuple(layers)
 
-    def __call__(self, x: Float[Array, " in"]) -> Float[Array, " out"]:
+    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         for layer in self.layers[:-1]:
             x = jax.nn.relu(layer(x))
         return self.layers[-1](x)
