@@ -18,7 +18,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	JAX_PLATFORMS=cpu MPLBACKEND=agg $(BIN)/python -m pytest
+	JAX_PLATFORMS=cpu MPLBACKEND=agg $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 bench: $(STAMP)
 	for name in gre step_cost convergence encoding_size unbiasedness retracing; do $(BIN)/python benchmarks/$$name.py || exit 1; done

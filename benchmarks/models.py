@@ -26,10 +26,15 @@ def gre(num_groups: int, num_points: int, sigma_x: float, dim: int) -> Callable:
 
 
 def simulate_gre(num_groups: int, num_points: int, sigma_x: float, dim: int, seed: int) -> np.ndarray:
+    return gre_truth(num_groups, num_points, sigma_x, dim, seed)[2]
+
+
+def gre_truth(num_groups: int, num_points: int, sigma_x: float, dim: int, seed: int) -> tuple[np.ndarray, ...]:
+    """A draw of mu, theta and the data."""
     rng = np.random.default_rng(seed)
     mu = SIGMA_2 * rng.normal(size=dim)
     theta = mu + SIGMA_1 * rng.normal(size=(num_groups, dim))
-    return (theta[:, None] + sigma_x * rng.normal(size=(num_groups, num_points, dim))).astype(np.float32)
+    return mu, theta, (theta[:, None] + sigma_x * rng.normal(size=(num_groups, num_points, dim))).astype(np.float32)
 
 
 def gre_evidence(x: np.ndarray, sigma_x: float) -> float:

@@ -11,6 +11,9 @@ import pytest
 import pavi
 from pavi import posterior as posterior_module
 
+# One process runs this file: its tests share a fit.
+pytestmark = pytest.mark.xdist_group("posterior")
+
 
 def model():
     rows = numpyro.plate("row", 5, dim=-2)

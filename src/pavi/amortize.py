@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,7 @@ import xarray as xr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from pavi import storage
-from pavi.api import Setting, check_batch, read_study, refine, split_arguments
+from pavi.api import Setting, check_batch, read_saved_template, read_study, refine, split_arguments
 from pavi.branch import Branch, distinct
 from pavi.cascade import Study, cascade, draw_prior
 from pavi.compiling import quick_jit
@@ -39,7 +40,7 @@ from pavi.train import Inputs, Schedule, State, Stop, default_optimizers, first_
 # Members per plate of a simulated study, where the caller does not say.
 USUAL_BATCH = 20
 STUDIES_PER_STEP = 16
-USUAL_STEPS = 10_000
+USUAL_STEPS = 4_000
 MEASURED_STUDIES = 256
 
 
@@ -144,17 +145,21 @@ class Amortized:
 
     def __init__(
         self,
-        model: Callable,
-        template: Template,
+        study: Study,
+        arguments: Any,
         family: PAVI,
         shared: Array,
         units: Units,
         history: Mapping[str, np.ndarray],
         batch: Mapping[str, int],
-        stop: Any,
+        stop: Stop,
     ):
-        self._model, self._template, self._family, self._shared, self._units = model, template, family, shared, units
+        self._study, self._arguments, self._family, self._shared, self._units = study, arguments, family, shared, units
         self.history, self.batch, self.stop = dict(history), dict(batch), stop
+
+    @property
+    def _template(self) -> Template:
+        return self._study.template
 
     @property
     def num_weights(self) -> int:
@@ -192,7 +197,7 @@ class Amortized:
 
         Example: see `pavi.amortize`.
         """
-        study, arguments, observations = read_study(self._model, data, model_args, model_kwargs, resize=True)
+        study, arguments, observations = read_study(self._study.model, data, model_args, model_kwargs, resize=True)
         if str(study.template.resized(self._sizes)) != str(self._template):
             raise ModelError(
                 f"With these arguments the model is\n{study.template}\nbut the posterior was amortized for\n{self._template}"
@@ -211,9 +216,23 @@ class Amortized:
 
     def save(self, path: str | os.PathLike) -> None:
         """Saves the trained networks to one file; `pavi.load(path, model)` brings them back."""
-        fields = ("template", "family", "shared", "units", "history", "batch")
-        stored = (self._template, self._family, self._shared, self._units, self.history, self.batch)
-        storage.write(path, {"kind": "amortized", "stop": self.stop.name, **dict(zip(fields, stored, strict=True))})
+        model_args, model_kwargs = eqx.combine(self._arguments, self._study.static.value)
+        storage.write(
+            path,
+            {
+                "kind": "amortized",
+                "template": str(self._template),
+                "observed": [site.name for site in self._template.observed],
+                "model_args": model_args,
+                "model_kwargs": model_kwargs,
+                "family": self._family,
+                "shared": self._shared,
+                "units": self._units,
+                "history": self.history,
+                "batch": self.batch,
+                "stop": self.stop.name,
+            },
+        )
 
 
 def amortize(
@@ -240,7 +259,7 @@ def amortize(
         model_kwargs: passed to the model.
         family: `pavi.PAVI(encodings=pavi.SetEncoder(...), ...)`; by default with default settings.
         batch: most members per plate of a simulated study; by default at most 20.
-        steps: training steps; 10,000 by default.
+        steps: training steps; 4,000 by default.
         num_datasets: size of the fixed set of studies; None for fresh ones in every step.
         objective: "reverse" for the ELBO, "forward" for neural posterior estimation.
         num_particles: draws per study and step, with the ELBO.
@@ -275,18 +294,21 @@ def amortize(
     chosen = {plate: min(size, USUAL_BATCH) for plate, size in sizes.items()} | dict(batch or {})
     template = full.resized(chosen)
     static, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
-    study = Study(model, template, static)
+    whole, study = Study(model, full, static), Study(model, template, static)
     seed = seed_of(rng_key)
     optimizer, _ = default_optimizers(1.0)
     problem = Simulations(study, tuple(sizes.items()), family, objective, num_datasets, num_particles, optimizer)
     weights = family.init(template, np.random.default_rng(seed), {}, frozenset(sizes))
     state = first_state(optimizer, optimizer, weights._replace(rows={}), seed)
-    units = prior_units(Study(model, full, static), arguments, {}, seed) | family.measure(
+    units = prior_units(whole, arguments, {}, seed) | family.measure(
         template, _measured(study, tuple(sizes.items()), arguments, seed), arguments
     )
-    schedule = Schedule(template, chosen, USUAL_STEPS if steps is None else steps, decays=True, load=1.0)
+    # The forward KL starts steep: values far off the first guess. High rates would throw it away.
+    early = objective == "reverse"
+    schedule = Schedule(template, chosen, USUAL_STEPS if steps is None else steps, decays=True, load=1.0, early=early)
     trained = train(problem, Inputs(arguments, {}, units), state, schedule, started, progress_bar)
-    return Amortized(model, full, family, trained.state.weights.shared, units, trained.history, chosen, trained.stop)
+    shared = trained.state.weights.shared
+    return Amortized(whole, arguments, family, shared, units, trained.history, chosen, trained.stop)
 
 
 @quick_jit(static_argnums=(0, 1))
@@ -296,11 +318,14 @@ def _measured(study: Study, sizes: tuple[tuple[str, int], ...], arguments: Any, 
     return jax.vmap(lambda key: simulate(study, dict(sizes), arguments, key)[2])(keys)
 
 
-def load_amortized(saved: dict, model: Callable) -> Amortized:
+def load_amortized(path: str | os.PathLike, saved: dict, model: Callable) -> Amortized:
     """The amortized posterior of a saved file's content."""
     try:
-        units = Units(*saved["units"])
-        parts = (saved["template"], saved["family"], jnp.asarray(saved["shared"]), units, saved["history"], saved["batch"])
+        args, kwargs, observed, expected = (saved[name] for name in ("model_args", "model_kwargs", "observed", "template"))
+        parts = (saved["family"], jnp.asarray(saved["shared"]), Units(*saved["units"]), saved["history"], saved["batch"])
+        stop = Stop[saved["stop"]]
     except (KeyError, TypeError) as error:
-        raise LoadError(f"The file is not a whole amortized posterior (it lacks {error}).") from error
-    return Amortized(model, *parts, Stop[saved["stop"]])
+        raise LoadError(f"{str(path)!r} is not a whole amortized posterior (it lacks {error}).") from error
+    template = read_saved_template(path, model, observed, args, kwargs, expected)
+    static, arguments = split_arguments(args, kwargs)
+    return Amortized(Study(model, template, static), arguments, *parts, stop)

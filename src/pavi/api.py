@@ -20,7 +20,7 @@ from pavi import storage
 from pavi.branch import choose_batch
 from pavi.cascade import Hashable, Study
 from pavi.data import Observations, observe, sizes_of
-from pavi.errors import DataError, LoadError, ModelError, SettingError
+from pavi.errors import DataError, LoadError, ModelError, PaviError, SettingError
 from pavi.families import PAVI, Family, Reading, Units, Weights
 from pavi.posterior import Posterior, seed_of
 from pavi.template import Kind, Level, Template
@@ -316,12 +316,7 @@ def load_fit(path: str | os.PathLike, saved: Any, model: Callable) -> Fit:
         expected = saved["template"]
     except (KeyError, TypeError) as error:
         raise LoadError(f"{str(path)!r} is a saved file, but not of a fit (it lacks {error}).") from error
-    template = read_template(model, list(observations.arrays), model_args=args, model_kwargs=kwargs)
-    if str(template) != expected:
-        raise LoadError(
-            f"The fit at {str(path)!r} is of another model. It was fitted with\n{expected}\n"
-            f"and the model given is\n{template}"
-        )
+    template = read_saved_template(path, model, list(observations.arrays), args, kwargs, expected)
     arrays = {name: jnp.asarray(array) for name, array in observations.arrays.items()}
     static, arguments = split_arguments(args, kwargs)
     study, units = Study(model, template, static), Units(*saved["units"])
@@ -338,6 +333,25 @@ def load_fit(path: str | os.PathLike, saved: Any, model: Callable) -> Fit:
         batch=saved["batch"],
         skipped=saved["skipped"],
     )
+
+
+def read_saved_template(
+    path: str | os.PathLike, model: Callable, observed: list[str], args: tuple, kwargs: dict, expected: str
+) -> Template:
+    """The template of the model given for a saved file; it must be the one that was saved."""
+    try:
+        template = read_template(model, observed, model_args=args, model_kwargs=kwargs)
+    except (TypeError, PaviError) as error:
+        raise LoadError(
+            f"What {str(path)!r} holds is of another model, with\n{expected}\nThe model given does not run as that one did: "
+            f"{error}"
+        ) from error
+    if str(template) != expected:
+        raise LoadError(
+            f"What {str(path)!r} holds is of another model. It was fitted with\n{expected}\n"
+            f"and the model given is\n{template}"
+        )
+    return template
 
 
 def read_study(

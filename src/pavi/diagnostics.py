@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 from tqdm.auto import tqdm
@@ -140,10 +141,11 @@ def bias_check(
     static, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
     study = Study(model, small, static)
     families: dict[str, Family] = {"free": dataclasses.replace(family, encodings=FreeEncodings()), "encoder": family}
+    key = jax.random.wrap_key_data(jnp.asarray(seed_of(rng_key)))
     elbos: dict[str, list[float]] = {name: [] for name in families}
     jobs = [(number, name) for number in range(repetitions) for name in families]
     for number, name in tqdm(jobs, disable=not progress_bar, desc="fits"):
-        seed = np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(seed_of(rng_key)), number)))
+        seed = seed_of(jax.random.fold_in(key, number))
         observations = _draw_study(study, arguments, seed)
         setting = Setting(families[name], chosen, steps, 8, None, seed, False, time.perf_counter())
         elbos[name].append(fit_study(study, arguments, observations, setting).elbo(256).mean)
@@ -152,7 +154,7 @@ def bias_check(
 
 def _draw_study(study: Study, arguments: Any, seed: np.ndarray) -> Observations:
     """Data of the study's first members, drawn from the prior."""
-    branch = fixed_branch({plate.name: np.arange(plate.size, dtype=np.int32) for plate in study.template.plates})
-    key = jax.random.fold_in(jax.random.wrap_key_data(seed), 1)
+    branch = fixed_branch({plate.name: jnp.arange(plate.size) for plate in study.template.plates})
+    key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(seed)), 1)
     found = cascade(study, arguments, draw_prior, {}, branch, {}, key, predict=True)
     return Observations({site.name: found.values[site.name] for site in study.template.observed}, {}, {})

@@ -17,5 +17,5 @@ def load(path: str | os.PathLike, model: Callable) -> Fit | Amortized:
     """
     saved = storage.read(path)
     if isinstance(saved, dict) and saved.get("kind") == "amortized":
-        return load_amortized(saved, model)
+        return load_amortized(path, saved, model)
     return load_fit(path, saved, model)

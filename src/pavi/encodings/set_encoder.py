@@ -105,13 +105,14 @@ class Contract(eqx.Module):
         self.leave = Perceptron(rng, [settings.width, *settings.hidden, settings.size], open=True)
 
     def summarize(self, known: Known, weights: Float[Array, " member"]) -> Float[Array, " summary"]:
-        """Averages that can be averaged further: number of members, first and second moments, pooled features."""
+        """Number of members, means and variances of their moments, pooled features."""
         weights = jnp.where(known.present, weights, 0.0)
         total = weights.sum()
         share = weights / jnp.maximum(total, 1e-6)
-        squares = share @ known.moments**2 if _keeps_spread(known.moments.shape[-1]) else jnp.zeros(0)
+        mean = share @ known.moments
+        variance = share @ (known.moments - mean) ** 2 if _keeps_spread(len(mean)) else jnp.zeros(0)
         pooled = self.transformer(jax.vmap(self.enter)(known.encoding), known.present)
-        return jnp.concatenate([total[None], share @ known.moments, squares, pooled])
+        return jnp.concatenate([total[None], mean, variance, pooled])
 
     def known(self, summary: Float[Array, " summary"], moments: int) -> Known:
         """What a summary of members with so many moments says of their parent."""
@@ -119,8 +120,7 @@ class Contract(eqx.Module):
         parts = [mean]
         rest = summary[1 + moments :]
         if _keeps_spread(moments):
-            variance = jnp.maximum(rest[:moments] - mean**2, 0.0) + SMALLEST_VARIANCE
-            parts.append(jnp.where(total > 1.5, 0.5 * jnp.log(variance), 0.0))
+            parts.append(jnp.where(total > 1.5, 0.5 * jnp.log(rest[:moments] + SMALLEST_VARIANCE), 0.0))
             rest = rest[moments:]
         parts.append(jnp.log(jnp.maximum(total, 0.5) / USUAL_COUNT)[None])
         return Known(jnp.concatenate(parts), jnp.tanh(self.leave(rest)), total > 0)
@@ -227,12 +227,29 @@ class SetEncoder:
             some = values[:: max(1, len(values) // MOST_MEASURED)]
             arrays[site.name] = np.asarray(unconstrained(site, jnp.asarray(some)))
         for name in self.covariates:
-            arrays[name] = np.asarray(arguments[1][name]).reshape(-1, 1)
+            arrays[name] = self._covariate(template, arguments, name).reshape(-1, 1)
         for name, values in arrays.items():
             low, middle, high = np.quantile(values, [0.16, 0.5, 0.84], axis=0)
             half = np.where(high > low, (high - low) / 2, np.maximum(values.std(0), 1e-3))
             center[name], spread[name] = as_weight(middle), as_weight(half)
         return center, spread
+
+    def _covariate(self, template: Template, arguments: Any, name: str) -> np.ndarray:
+        """The values of a covariate, checked."""
+        self.check(template)
+        level, known = self.covariates[name], arguments[1]
+        if known.get(name) is None:
+            raise SettingError(
+                f"SetEncoder(covariates=...): {name!r} is no array among the model's keyword arguments. "
+                f"Arrays in model_kwargs: {sorted(key for key, value in known.items() if value is not None)}."
+            )
+        value, sizes = np.asarray(known[name]), template.sizes(level)
+        if value.ndim != len(sizes) or any(found < size for found, size in zip(value.shape, sizes, strict=True)):
+            raise SettingError(
+                f"SetEncoder(covariates={{{name!r}: {level}}}): expected one number per member, shape {sizes}, found shape "
+                f"{value.shape}."
+            )
+        return value
 
     def memory_sizes(self, template: Template, whole: frozenset[str]) -> dict[tuple[str, Level], int]:
         """Which running summaries are kept, (site, level): numbers per member. Only where a plate is subsampled."""
@@ -244,7 +261,7 @@ class SetEncoder:
             for step in contractions(template, site):
                 if step.plate not in whole:
                     spread = moments[step.source] if _keeps_spread(moments[step.source]) else 0
-                    sizes[site.name, step.target] = 1 + 1 + moments[step.source] + spread + self.width
+                    sizes[site.name, step.target] = 1 + 1 + moments[step.source] + 2 * spread + self.width
         return sizes
 
     def encode(
@@ -308,12 +325,19 @@ class SetEncoder:
         summary = summarize(known, weight)
         if old is None:
             return read(summary), None
-        # The last number counts the visits: the first ones are averaged evenly.
-        visits = old[..., -1:]
+        # Beside the running summary: the variance of the drawn sets' means around theirs, and the number of visits, by
+        # which the first ones are averaged evenly. What the drawn sets vary in themselves and among themselves is all.
+        means = slice(1, 1 + moments)
+        spread = slice(1 + moments, 1 + 2 * moments if _keeps_spread(moments) else 1 + moments)
+        size = summary.shape[-1]
+        before, between, visits = old[..., :size], old[..., size:-1], old[..., -1:]
         share = jnp.maximum(1 / (1 + visits), self.memory)
-        value = jax.lax.stop_gradient(summary)
-        running = old[..., :-1] + share * (value - old[..., :-1])
-        return read(running + summary - value), jnp.concatenate([running, visits + 1], -1)
+        change = jax.lax.stop_gradient(summary) - before
+        running = before + share * change
+        if between.shape[-1]:
+            between = (1 - share) * (between + share * change[..., means] ** 2)
+        whole = (running + summary - jax.lax.stop_gradient(summary)).at[..., spread].add(between)
+        return read(whole), jnp.concatenate([running, between, visits + 1], -1)
 
     def networks(self, template: Template, weights: Array) -> list[tuple[Site, SiteEncoder]]:
         """The networks of each observed site, with their weights in place."""
