@@ -23,7 +23,7 @@ SEEDS = 3
 
 def main() -> None:
     print(
-        "| regime | groups | per step | scheme | gap per latent, mean | each data set | weights | steps | seconds | skipped |"
+        "| regime | groups | per step | scheme | gap per latent, mean | each data set | weights | steps | seconds | skip |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for regime, groups, batch in tqdm(CELLS, desc="cells"):

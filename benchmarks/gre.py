@@ -1,10 +1,10 @@
 """Gaussian random effects: gap to the exact evidence, beside NumPyro's automatic guides.
 
     python benchmarks/gre.py            # all nine cells, guides included: some minutes
-    python benchmarks/gre.py --no-guides
+    python benchmarks/gre.py --no-guides --datasets 6
 
-Every fit of PAVI uses default settings. The guides see the full data in every step; their learning rate is the best of
-two or three, with cosine decay.
+Every fit of PAVI uses default settings, and its row is that of the data set with the largest gap. The guides see the full
+data of the first data set in every step; their learning rate is the best of two or three, with cosine decay.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def fit_guide(name: str, model, x: np.ndarray, evidence: float) -> tuple[float, 
     return gap, seconds, time.perf_counter() - started
 
 
-def fit_pavi(model, x: np.ndarray, evidence: float) -> tuple[float, float, float]:
+def fit_pavi(model, x: np.ndarray, evidence: float, seed: int) -> tuple[float, float, float]:
     started = time.perf_counter()
-    fit = pavi.fit(model, {"x": x}, progress_bar=False)
+    fit = pavi.fit(model, {"x": x}, progress_bar=False, rng_key=seed)
     seconds = time.perf_counter() - started
     started = time.perf_counter()
-    pavi.fit(model, {"x": x}, progress_bar=False)
+    pavi.fit(model, {"x": x}, progress_bar=False, rng_key=seed)
     again = time.perf_counter() - started
     return evidence - fit.elbo(1000).mean, seconds, again
 
@@ -70,19 +70,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--no-guides", action="store_true", help="leave out NumPyro's guides")
     parser.add_argument("--groups", type=int, nargs="+", default=[2, 20, 200])
+    parser.add_argument("--datasets", type=int, default=3, help="data sets that PAVI is fitted to, each with its own seed")
     arguments = parser.parse_args()
     cells = [(regime, groups) for regime in REGIMES for groups in arguments.groups]
     lines = []
     for regime, groups in tqdm(cells, desc="cells"):
         points, sigma_x = REGIMES[regime]
-        model = gre(groups, points, sigma_x, DIM)
-        x = simulate_gre(groups, points, sigma_x, DIM, seed=0)
-        evidence = gre_evidence(x, sigma_x)
         latents = DIM * (groups + 1)
-        rows = {"PAVI-F (defaults)": fit_pavi(model, x, evidence)}
-        if not arguments.no_guides:
-            rows |= {name: fit_guide(name, model, x, evidence) for name in GUIDES}
-        for name, (gap, seconds, again) in rows.items():
+        rows = []
+        for seed in range(arguments.datasets):
+            model = gre(groups, points, sigma_x, DIM)
+            x = simulate_gre(groups, points, sigma_x, DIM, seed)
+            evidence = gre_evidence(x, sigma_x)
+            rows.append(("PAVI-F (defaults)", evidence, *fit_pavi(model, x, evidence, seed)))
+            if seed == 0 and not arguments.no_guides:
+                guides = [(name, evidence, *fit_guide(name, model, x, evidence)) for name in GUIDES]
+        rows = [max(rows, key=lambda row: row[2])] + ([] if arguments.no_guides else guides)
+        for name, evidence, gap, seconds, again in rows:
             lines.append(
                 f"| {regime} | {groups} | {evidence:.3f} | {name} | {evidence - gap:.3f} | {gap:.4f} | {gap / latents:.5f} "
                 f"| {seconds:.1f} | {again:.1f} |"

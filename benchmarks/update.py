@@ -28,9 +28,10 @@ def main() -> None:
             evidence = gre_evidence(x, sigma_x)
             settings = {"family": family, "progress_bar": False}
             before = pavi.fit(gre(BEFORE, points, sigma_x, DIM), {"x": x[:BEFORE]}, **settings)
+            after = gre(AFTER, points, sigma_x, DIM)
             fits, seconds = [], []
             for run in (
-                lambda x=x, settings=settings: pavi.fit(gre(AFTER, *x.shape[1:2], sigma_x, DIM), {"x": x}, **settings),
+                lambda x=x, after=after, settings=settings: pavi.fit(after, {"x": x}, **settings),
                 lambda x=x, before=before: before.update({"x": x}, progress_bar=False),
             ):
                 started = time.perf_counter()

@@ -66,7 +66,7 @@ def test_the_density_has_the_gradient_of_the_true_density(flow):
 
     def pushed(moved, given):
         # The value moves with the base here; `moved` stands for anything upstream of it.
-        value, log_q = push(built, flow.path(2), base + moved, encoding, given, lambda b: prior(b, given))
+        value, log_q = push(built, flow.path(2), base + moved, encoding, (given, given), lambda b: prior(b, given))
         return log_q, value
 
     value = built.transform(base, jnp.concatenate([encoding, given]))
@@ -87,7 +87,7 @@ def gradients(flow, path, dim, num=4000):
 
     def elbo(leaves, base):
         bijection = eqx.combine(jax.tree.unflatten(structure, leaves), static)
-        value, log_q = push(bijection, path, base, encoding, given, lambda b: norm.logpdf(b).sum())
+        value, log_q = push(bijection, path, base, encoding, (given, given), lambda b: norm.logpdf(b).sum())
         return norm.logpdf(value, 0.3, 0.8).sum() - log_q
 
     bases = jax.random.normal(jax.random.key(0), (num, dim))
@@ -115,7 +115,9 @@ def test_path_gradients_vanish_at_the_optimum():
 
     def elbo(leaves, base):
         bijection = eqx.combine(jax.tree.unflatten(structure, leaves), static)
-        value, log_q = push(bijection, flow.path(2), base, jnp.zeros(1), jnp.zeros(0), lambda b: norm.logpdf(b).sum())
+        value, log_q = push(
+            bijection, flow.path(2), base, jnp.zeros(1), (jnp.zeros(0), jnp.zeros(0)), lambda b: norm.logpdf(b).sum()
+        )
         return norm.logpdf(value, 0.0, scale).sum() - log_q
 
     grads = jax.vmap(jax.grad(elbo), (None, 0))(leaves, jax.random.normal(jax.random.key(0), (50, 2)))

@@ -32,6 +32,8 @@ CPU_BUDGET = 2**15
 ACCELERATOR_BUDGET = 2**20
 # A number of a latent costs about this many times what a number of data does: its flow has layers.
 FLOW_COST = 24
+# An update sees this many times the members per step that the fit saw.
+UPDATE_BATCH = 4
 
 
 class Fit(Posterior):
@@ -176,7 +178,8 @@ class Fit(Posterior):
                 skipped=self.skipped,
             )
         steps = max(len(self.history["step"]) // 10, 50) if steps is None else steps
-        batch = {plate: min(count, sizes[plate]) for plate, count in self.batch.items()}
+        # There are few steps, so each sees more members.
+        batch = {plate: min(UPDATE_BATCH * count, sizes[plate]) for plate, count in self.batch.items()}
         setting = Setting(family, batch, steps, 8, None, seed_of(rng_key), progress_bar, started)
         return refine(study, arguments, observations, weights, self._units, setting, frozen=True)
 

@@ -96,20 +96,24 @@ class Prior(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """One member's latent: its unconstrained value and log q there; None for a point mass, which has no density."""
+    """One member's latent: its unconstrained value and log q there; None for a point mass, which has no density.
+
+    `center` is about where q puts it, whatever was drawn: a function of the weights alone.
+    """
 
     value: Float[Array, " size"]
     log_q: Float[Array, ""] | None
+    center: Float[Array, " size"]
 
 
-# Draws one latent of one member: (site, prior, encoding, unconstrained values drawn before, key) -> Draw.
-Sampler = Callable[[Site, Prior, Any, Mapping[str, Array], PRNGKeyArray], Draw]
+# Draws one latent of one member: (site, prior, encoding, what was drawn before, key) -> Draw.
+Sampler = Callable[[Site, Prior, Any, Mapping[str, Draw], PRNGKeyArray], Draw]
 
 
-def draw_prior(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Array], key: PRNGKeyArray) -> Draw:
+def draw_prior(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
     """The sampler that draws from the prior itself."""
-    del site, encoding, given
-    return Draw(prior.draw(key), None)
+    del encoding, given
+    return Draw(prior.draw(key), None, jnp.zeros(site.size))
 
 
 class Pass(NamedTuple):
@@ -142,6 +146,7 @@ class _Cascade(Messenger):
         self.keys: dict[Level, PRNGKeyArray] = {(): key}
         self.sites = {site.name: (k, site) for k, site in enumerate(template.sites)}
         self.found = Pass({}, {}, {}, {}, {})
+        self.drawn: dict[str, Draw] = {}
         self.model_sizes: dict[str, int] = {}
 
     def process_message(self, msg: Message) -> None:
@@ -171,7 +176,9 @@ class _Cascade(Messenger):
     def _latent(self, site: Site, msg: Message) -> None:
         fn, counts = _unmasked(msg["fn"])
         prior = Prior.of(fn)
-        drawn, log_q = self.sampler(site, prior, self.encodings.get(site.level), self.found.unconstrained, self._key(site))
+        drawn, log_q, _ = self.drawn[site.name] = self.sampler(
+            site, prior, self.encodings.get(site.level), self.drawn, self._key(site)
+        )
         value, log_det = prior.constrain(drawn)
         log_p = _scaled(fn.log_prob(value), self._scale(site, msg))
         self.found.values[site.name] = value.reshape(site.member_shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -117,20 +117,26 @@ def draw_through(
     conditioned: bool,
     site: Site,
     prior: Prior,
-    given: Mapping[str, Array],
+    given: Mapping[str, Draw],
     key: PRNGKeyArray,
 ) -> Draw:
     """Draws from the conditional prior and pushes the draw through a flow, in the prior's units (`eq:q_full`)."""
-    center, spread = units.center[site.name], units.spread[site.name]
+    to_units, from_units = _maps(units, site)
+    center = _center(bijection, encoding, units, conditioned, site, given)
     condition = _condition(units, conditioned, site, given)
     if isinstance(flow, PointMass):
         value, _ = bijection.transform_and_log_det(jnp.zeros(site.size), jnp.concatenate([encoding, condition]))
-        return Draw(center + spread * value, None)
-    base = (prior.draw(key) - center) / spread
+        return Draw(from_units(value), None, center)
+    frozen = {name: draw._replace(center=jax.lax.stop_gradient(draw.center)) for name, draw in given.items()}
     value, log_q = push(
-        bijection, flow.path(site.size), base, encoding, condition, lambda base: prior.log_prob(center + spread * base)
+        bijection,
+        flow.path(site.size),
+        to_units(prior.draw(key)),
+        encoding,
+        (condition, _condition(units, conditioned, site, frozen)),
+        lambda base: prior.log_prob(from_units(base)),
     )
-    return Draw(center + spread * value, log_q)
+    return Draw(from_units(value), log_q, center)
 
 
 def score_through(
@@ -140,19 +146,40 @@ def score_through(
     conditioned: bool,
     site: Site,
     prior: Prior,
-    given: Mapping[str, Array],
+    given: Mapping[str, Draw],
     value: Array,
-) -> Float[Array, ""]:
-    """Log-density of a given value under the prior pushed through a flow."""
-    center, spread = units.center[site.name], units.spread[site.name]
+) -> Draw:
+    """A given value with its log-density under the prior pushed through a flow."""
+    to_units, from_units = _maps(units, site)
     condition = jnp.concatenate([encoding, _condition(units, conditioned, site, given)])
-    base, log_det = bijection.inverse_and_log_det((value - center) / spread, condition)
-    return prior.log_prob(center + spread * base) + log_det
+    base, log_det = bijection.inverse_and_log_det(to_units(value), condition)
+    center = _center(bijection, encoding, units, conditioned, site, given)
+    return Draw(value, prior.log_prob(from_units(base)) + log_det, center)
 
 
-def _condition(units: Units, conditioned: bool, site: Site, given: Mapping[str, Array]) -> Array:
-    values = [units.standardize(name, given[name]) for name in site.given] if conditioned else []
+def _maps(units: Units, site: Site) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
+    """To and from the units that flows work in."""
+    center, spread = units.center[site.name], units.spread[site.name]
+    return lambda value: (value - center) / spread, lambda value: center + spread * value
+
+
+def _condition(units: Units, conditioned: bool, site: Site, given: Mapping[str, Draw]) -> Array:
+    """The values a flow is given, as distances from where q puts them.
+
+    Measured from the prior's center instead, a value whose posterior is narrow and far off would be the same for the flow
+    as a constant, and its slope would take thousands of steps to be told apart from the offset.
+    """
+    values = [(given[name].value - given[name].center) / units.spread[name] for name in site.given] if conditioned else []
     return jnp.concatenate([jnp.zeros(0), *values])
+
+
+def _center(
+    bijection: AbstractBijection, encoding: Array, units: Units, conditioned: bool, site: Site, given: Mapping[str, Draw]
+) -> Array:
+    """Where a flow puts the prior's center, given the centers of what it is given."""
+    centered = _condition(units, conditioned, site, {name: draw._replace(value=draw.center) for name, draw in given.items()})
+    value, _ = bijection.transform_and_log_det(jnp.zeros(site.size), jnp.concatenate([encoding, centered]))
+    return _maps(units, site)[1](value)
 
 
 @functools.lru_cache(maxsize=256)

@@ -104,7 +104,7 @@ class PAVI:
         layout = self._layout(template)
         built = layout.fill(shared)
 
-        def draw(site: Site, prior: Prior, encoding: Array | None, given: Mapping[str, Array], key: PRNGKeyArray) -> Draw:
+        def draw(site: Site, prior: Prior, encoding: Array | None, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
             assert encoding is not None
             read = encoding[: self.encodings.site_size(template, site)]
             flow, bijection = layout.flows[site.name], built[site.name]
@@ -117,11 +117,11 @@ class PAVI:
         layout = self._layout(template)
         built = layout.fill(shared)
 
-        def score(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Array], key: PRNGKeyArray) -> Draw:
+        def score(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
             row, truth = encoding
             read = row[: self.encodings.site_size(template, site)]
             value, conditioned = truth[site.name], self.condition_on_parents
-            return Draw(value, score_through(built[site.name], read, units, conditioned, site, prior, given, value))
+            return score_through(built[site.name], read, units, conditioned, site, prior, given, value)
 
         return score
 

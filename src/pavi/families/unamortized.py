@@ -76,7 +76,7 @@ class UnamortizedFlows:
         del shared
         layouts = {level: self._layout(template, level) for level in template.levels}
 
-        def draw(site: Site, prior: Prior, encoding: Array | None, given: Mapping[str, Array], key: PRNGKeyArray) -> Draw:
+        def draw(site: Site, prior: Prior, encoding: Array | None, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
             assert encoding is not None
             layout = layouts[site.level]
             flow, bijection = layout.flows[site.name], layout.fill(encoding)[site.name]

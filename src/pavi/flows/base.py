@@ -60,11 +60,15 @@ def push(
     path: Path,
     base: Float[Array, " dim"],
     encoding: Float[Array, " encoding"],
-    given: Float[Array, " given"],
+    conditions: tuple[Float[Array, " given"], Float[Array, " given"]],
     log_prior: Callable[[Float[Array, " dim"]], Float[Array, ""]],
 ) -> tuple[Float[Array, " dim"], Float[Array, ""]]:
-    """Pushes one draw of the prior through a flow: the value and its log q, both in unconstrained space (`eq:q_full`)."""
-    value, log_det = bijection.transform_and_log_det(base, jnp.concatenate([encoding, given]))
+    """Pushes one draw of the prior through a flow: the value and its log q, both in unconstrained space (`eq:q_full`).
+
+    `conditions` are the given values, twice: once as they depend on the draws and the weights, once on the draws alone.
+    """
+    moving, given = conditions
+    value, log_det = bijection.transform_and_log_det(base, jnp.concatenate([encoding, moving]))
     if path is Path.NONE:
         return value, log_prior(base) - log_det
     frozen = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if eqx.is_inexact_array(leaf) else leaf, bijection)
