@@ -16,11 +16,12 @@ import numpy as np
 from tqdm import tqdm
 
 import pavi
+from figures import save_axes
+from gre import REGIMES
 from models import gre, gre_evidence, simulate_gre
 from running import elbos
 
 DIM, GROUPS, BATCH = 8, 100, 2
-REGIMES = {"informative": (10, 0.3), "balanced": (5, 1.0), "weak": (3, 3.0)}
 FRACTION = 0.01
 
 
@@ -71,24 +72,16 @@ def main() -> None:
 
 
 def plot(curves: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    _, axes = plt.subplots(1, len(REGIMES), figsize=(15, 4))
     colors = {"PAVI-F": "tab:green", "one flow per group": "tab:purple"}
-    for ax, regime in zip(axes, REGIMES, strict=True):
-        for name, color in colors.items():
-            for k, (steps, gaps) in enumerate(curves[regime, name]):
-                ax.loglog(steps, np.maximum(gaps, 1e-3), color=color, label=name if k == 0 else None)
-        ax.axhline(FRACTION * curves[regime, "PAVI-F"][0][1][0], color="gray", linestyle="--")
-        ax.set(xlabel="step", ylabel="log p(X) - ELBO (nats)", title=f"{regime}: D={DIM}, {GROUPS} groups, {BATCH} per step")
-        ax.legend()
-    path.parent.mkdir(exist_ok=True)
-    plt.tight_layout()
-    plt.savefig(path, dpi=150)
-    print(f"Curves: {path}")
+    with save_axes(path, len(REGIMES)) as axes:
+        for ax, regime in zip(axes, REGIMES, strict=True):
+            for name, color in colors.items():
+                for k, (steps, gaps) in enumerate(curves[regime, name]):
+                    ax.loglog(steps, np.maximum(gaps, 1e-3), color=color, label=name if k == 0 else None)
+            ax.axhline(FRACTION * curves[regime, "PAVI-F"][0][1][0], color="gray", linestyle="--")
+            title = f"{regime}: D={DIM}, {GROUPS} groups, {BATCH} per step"
+            ax.set(xlabel="step", ylabel="log p(X) - ELBO (nats)", title=title)
+            ax.legend()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 import pavi
+from figures import save_axes
 from models import gre, gre_evidence, simulate_gre
 
 DIM, GROUPS, BATCH, POINTS, SIGMA_X = 8, 20, 2, 10, 0.3
@@ -53,25 +54,16 @@ def main() -> None:
 
 
 def plot(gaps: dict, histories: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    _, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
-    for size, gap in histories.items():
-        window = 200
-        smooth = np.array([np.median(gap[a : a + window]) for a in range(0, len(gap), window)])
-        left.semilogy(np.arange(len(smooth)) * window, np.maximum(smooth, 1e-2), label=f"{size}")
-    left.set(xlabel="step", ylabel="log p(X) - reduced ELBO (nats)", title="training")
-    left.legend(title="encoding size")
-    right.semilogy(list(gaps), [np.mean(gap) for gap in gaps.values()], "o-", color="tab:green")
-    right.axvline(DIM, color="gray", linestyle="--")
-    right.set(xlabel="encoding size", ylabel="log p(X) - ELBO (nats)", title=f"after training; D={DIM}")
-    path.parent.mkdir(exist_ok=True)
-    plt.tight_layout()
-    plt.savefig(path, dpi=150)
-    print(f"\nCurves: {path}")
+    with save_axes(path, 2) as (left, right):
+        for size, gap in histories.items():
+            window = 200
+            smooth = np.array([np.median(gap[a : a + window]) for a in range(0, len(gap), window)])
+            left.semilogy(np.arange(len(smooth)) * window, np.maximum(smooth, 1e-2), label=f"{size}")
+        left.set(xlabel="step", ylabel="log p(X) - reduced ELBO (nats)", title="training")
+        left.legend(title="encoding size")
+        right.semilogy(list(gaps), [np.mean(gap) for gap in gaps.values()], "o-", color="tab:green")
+        right.axvline(DIM, color="gray", linestyle="--")
+        right.set(xlabel="encoding size", ylabel="log p(X) - ELBO (nats)", title=f"after training; D={DIM}")
 
 
 if __name__ == "__main__":
