@@ -58,14 +58,14 @@ def gre_evidence(x: np.ndarray, sigma_x: float) -> float:
 
 
 def hierarchical_variance(num_groups: int = 15, num_points: int = 15, dim: int = 2) -> Callable:
-    """Parents as the scales of their children (paper, `eq:HV`), with the logarithm of the paper's X as data."""
+    """Parents as the variances of their children (paper, `eq:HV`), with the logarithm of the paper's X as data."""
 
     def model() -> None:
         top = numpyro.sample("theta_2", dist.LogNormal(jnp.zeros(dim), 1.0).to_event(1))
         with numpyro.plate("group", num_groups, dim=-2):
-            scale = numpyro.sample("theta_1", dist.LogNormal(0.0, top).to_event(1))
+            variance = numpyro.sample("theta_1", dist.LogNormal(0.0, jnp.sqrt(top)).to_event(1))
             with numpyro.plate("point", num_points, dim=-1):
-                numpyro.sample("x", dist.Normal(0.0, scale).to_event(1))
+                numpyro.sample("x", dist.Normal(0.0, jnp.sqrt(variance)).to_event(1))
 
     return model
 

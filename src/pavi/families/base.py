@@ -106,7 +106,8 @@ class Reading(NamedTuple):
 
 
 def given_size(template: Template, site: Site, conditioned: bool) -> int:
-    return sum(template.site(name).size for name in site.given) if conditioned else 0
+    """How many numbers a flow is shown of the values its site is given."""
+    return 2 * sum(template.site(name).size for name in site.given) if conditioned else 0
 
 
 def draw_through(
@@ -164,13 +165,16 @@ def _maps(units: Units, site: Site) -> tuple[Callable[[Array], Array], Callable[
 
 
 def _condition(units: Units, conditioned: bool, site: Site, given: Mapping[str, Draw]) -> Array:
-    """The values a flow is given, as distances from where q puts them.
+    """The values a flow is given: where q puts them, and how far off they were drawn.
 
-    Measured from the prior's center instead, a value whose posterior is narrow and far off would be the same for the flow
-    as a constant, and its slope would take thousands of steps to be told apart from the offset.
+    Shown the value alone, whose posterior may be narrow and far from the prior's center, a flow could hardly tell it from
+    a constant, and the slope on it would take thousands of steps to be told apart from the offset.
     """
-    values = [(given[name].value - given[name].center) / units.spread[name] for name in site.given] if conditioned else []
-    return jnp.concatenate([jnp.zeros(0), *values])
+    if not conditioned:
+        return jnp.zeros(0)
+    centers = [units.standardize(name, given[name].center) for name in site.given]
+    distances = [(given[name].value - given[name].center) / units.spread[name] for name in site.given]
+    return jnp.concatenate([jnp.zeros(0), *centers, *distances])
 
 
 def _center(
