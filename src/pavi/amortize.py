@@ -35,7 +35,7 @@ from pavi.families import PAVI, Glimpse, Units, Weights
 from pavi.posterior import Posterior, seed_of
 from pavi.template import Template
 from pavi.tracing import read_template
-from pavi.train import Inputs, Schedule, State, Stop, default_optimizers, first_state, prior_units, train
+from pavi.train import Inputs, Schedule, State, Stop, default_optimizers, first_state, prior_units, report, train
 
 # Members per plate of a simulated study, where the caller does not say.
 USUAL_BATCH = 20
@@ -307,6 +307,7 @@ def amortize(
     early = objective == "reverse"
     schedule = Schedule(template, chosen, USUAL_STEPS if steps is None else steps, decays=True, load=1.0, early=early)
     trained = train(problem, Inputs(arguments, {}, units), state, schedule, started, progress_bar)
+    report(trained)
     shared = trained.state.weights.shared
     return Amortized(whole, arguments, family, shared, units, trained.history, chosen, trained.stop)
 

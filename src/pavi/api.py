@@ -25,13 +25,15 @@ from pavi.families import PAVI, Family, Reading, Units, Weights
 from pavi.posterior import Posterior, seed_of
 from pavi.template import Kind, Level, Template
 from pavi.tracing import is_array, read_template, trace
-from pavi.train import Inputs, Problem, Schedule, Stop, Trained, default_optimizers, first_state, prepare, train
+from pavi.train import Inputs, Problem, Schedule, Stop, Trained, default_optimizers, first_state, prepare, report, train
 
 # Numbers a step touches by default: on a CPU enough to keep the cores busy, on an accelerator many more.
 CPU_BUDGET = 2**15
 ACCELERATOR_BUDGET = 2**20
 # A number of a latent costs about this many times what a number of data does: its flow has layers.
 FLOW_COST = 24
+# Fractions of the learning rate that are tried, one after the other, while steps fail.
+PACES = (1.0, 0.5, 0.125)
 # An update sees this many times the members per step that the fit saw.
 UPDATE_BATCH = 4
 
@@ -260,12 +262,16 @@ class Setting(NamedTuple):
 
 
 def fit_study(study: Study, arguments: Any, observations: Observations, setting: Setting) -> Fit:
-    """Trains from scratch on a study that has been read."""
+    """Trains from scratch on a study that has been read; again and slower where too many steps were not finite."""
     family, optimizer = setting.family, setting.optimizer
     optimizers = default_optimizers(family.row_rate) if optimizer is None else (optimizer, optimizer)
-    problem, schedule = _problem(study, setting, optimizers, early=True)
-    inputs, state = prepare(problem, arguments, observations.arrays, setting.seed, schedule.short)
-    trained = train(problem, inputs, state, schedule, setting.started, setting.progress_bar)
+    for pace in PACES:
+        problem, schedule = _problem(study, setting, optimizers, pace == PACES[0], pace)
+        inputs, state = prepare(problem, arguments, observations.arrays, setting.seed, schedule.short)
+        trained = train(problem, inputs, state, schedule, setting.started, setting.progress_bar)
+        if trained.stop is not Stop.NON_FINITE:
+            break
+    report(trained)
     return _finish(problem, inputs, observations, trained)
 
 
@@ -281,18 +287,19 @@ def refine(
     """Trains on from given weights; with `frozen`, only the rows."""
     optimizer, row_optimizer = default_optimizers(setting.family.row_rate)
     optimizers = (optax.set_to_zero() if frozen else optimizer, row_optimizer)
-    problem, schedule = _problem(study, setting, optimizers, early=False)
+    problem, schedule = _problem(study, setting, optimizers, early=False, pace=1.0)
     inputs = Inputs(arguments, observations.arrays, units)
     state = first_state(*optimizers, weights, setting.seed)
     trained = train(problem, inputs, state, schedule, setting.started, setting.progress_bar)
+    report(trained)
     return _finish(problem, inputs, observations, trained)
 
 
-def _problem(study: Study, setting: Setting, optimizers: tuple, early: bool) -> tuple[Problem, Schedule]:
+def _problem(study: Study, setting: Setting, optimizers: tuple, early: bool, pace: float) -> tuple[Problem, Schedule]:
     chosen, load = _batch(study.template, setting.batch, setting.num_particles)
     problem = Problem(study, setting.family, tuple(chosen.items()), setting.num_particles, *optimizers)
     decays = setting.optimizer is None
-    return problem, Schedule(study.template, chosen, setting.steps, decays=decays, load=load, early=early)
+    return problem, Schedule(study.template, chosen, setting.steps, decays=decays, load=load, early=early, pace=pace)
 
 
 def _finish(problem: Problem, inputs: Inputs, observations: Observations, trained: Trained) -> Fit:

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, Float, Int, PRNGKeyArray
-from numpyro.distributions.transforms import Transform, biject_to
+from numpyro.distributions import constraints
+from numpyro.distributions.transforms import ExpTransform, Transform, biject_to
 from numpyro.handlers import seed
 from numpyro.primitives import Messenger
 
@@ -69,16 +70,20 @@ class Prior(NamedTuple):
 
     fn: dist.Distribution
     transform: Transform
+    inner: dist.Distribution | None
+    """The same in unconstrained space, where its form is known: no overflow on the way there and back."""
 
     @classmethod
     def of(cls, fn: dist.Distribution) -> Prior:
-        return cls(fn, biject_to(fn.support))
+        return cls(fn, biject_to(fn.support), _inner(fn))
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.fn.batch_shape, *self.transform.inverse_shape(self.fn.event_shape))
 
     def draw(self, key: PRNGKeyArray) -> Float[Array, " size"]:
+        if self.inner is not None:
+            return self.inner.sample(key).reshape(-1)
         drawn = self.transform.inv(self.fn.sample(key)).reshape(-1)
         # A draw that rounds onto the edge of its support has no finite image.
         return jnp.where(jnp.isfinite(drawn), drawn, 0.0)
@@ -91,8 +96,32 @@ class Prior(NamedTuple):
 
     def log_prob(self, value: Float[Array, " size"]) -> Float[Array, ""]:
         """Log-density over unconstrained space."""
+        if self.inner is not None:
+            return self.inner.log_prob(value.reshape(self.shape)).sum()
         outer, log_det = self.constrain(value)
         return self.fn.log_prob(outer).sum() + log_det
+
+    def log_probs(self, value: Float[Array, " size"]) -> Array:
+        """Log-densities of the constrained value, one per batch element."""
+        inner = value.reshape(self.shape)
+        outer = self.transform(inner)
+        if self.inner is None:
+            return self.fn.log_prob(outer)
+        return self.inner.log_prob(inner) - self.transform.log_abs_det_jacobian(inner, outer)
+
+
+def _inner(fn: dist.Distribution) -> dist.Distribution | None:
+    """The distribution of the logarithm of a log-normal and the like; None where there is no such form."""
+    if isinstance(fn, dist.Independent):
+        inner = _inner(fn.base_dist)
+        return None if inner is None else inner.to_event(fn.reinterpreted_batch_ndims)
+    if isinstance(fn, dist.ExpandedDistribution):
+        inner = _inner(fn.base_dist)
+        return None if inner is None else inner.expand(fn.batch_shape)
+    if isinstance(fn, dist.TransformedDistribution) and len(fn.transforms) == 1:
+        plain = fn.base_dist.support == constraints.real and isinstance(fn.transforms[0], ExpTransform)
+        return fn.base_dist if plain and fn.support == constraints.positive else None
+    return None
 
 
 class Draw(NamedTuple):
@@ -180,7 +209,7 @@ class _Cascade(Messenger):
             site, prior, self.encodings.get(site.level), self.drawn, self._key(site)
         )
         value, log_det = prior.constrain(drawn)
-        log_p = _scaled(fn.log_prob(value), self._scale(site, msg))
+        log_p = _scaled(prior.log_probs(drawn), self._scale(site, msg))
         self.found.values[site.name] = value.reshape(site.member_shape)
         self.found.unconstrained[site.name] = drawn
         # A member whose prior the model masks out counts in neither sum.

@@ -272,13 +272,21 @@ class Schedule:
     """Decides the learning rate of the coming steps and when to stop. Rates are fractions of the full rate."""
 
     def __init__(
-        self, template: Template, batch: dict[str, int], steps: int | None, decays: bool, load: float, early: bool = True
+        self,
+        template: Template,
+        batch: dict[str, int],
+        steps: int | None,
+        decays: bool,
+        load: float,
+        early: bool = True,
+        pace: float = 1.0,
     ):
         """`load` is how much of the work a step may do it does: small steps are cheap, so more of them are taken.
 
-        Without `early` the rates do not start high: for training that goes on from an earlier one.
+        Without `early` the rates do not start high: for training that goes on from an earlier one. All rates are
+        multiplied by `pace`.
         """
-        self.early = early
+        self.early, self.pace = early, pace
         epochs = [np.prod([template.plate(p).size / batch[p] for p in level]) for level in template.levels]
         self.fewest = int(FEWEST_VISITS * max(epochs, default=1)) + int(300 / np.clip(load, 0.2, 1.0))
         self.limit = max(int(MOST_VISITS * max(epochs, default=1)), 2 * self.fewest) if steps is None else steps
@@ -303,9 +311,10 @@ class Schedule:
         """Rates of the next chunk of steps; its length is how many to take."""
         end = int(min(start + max(SHORTEST_CHUNK, start // 10), start + LONGEST_CHUNK, self.total or np.inf))
         steps = np.arange(start, end)
+        steady = np.full(len(steps), self.pace, np.float32)
         if not self.decays:
-            return np.ones(len(steps), np.float32)
-        rates = early_rates(steps) if self.early else np.ones(len(steps), np.float32)
+            return steady
+        rates = self.pace * early_rates(steps) if self.early else steady
         if self.decay is None:
             return rates
         begin, finish = self.decay
@@ -378,7 +387,6 @@ def train(
         "elbo": np.concatenate(elbos),
         "seconds": np.concatenate(seconds),
     }
-    _report(stop, skipped, taken)
     return Trained(state, history, stop)
 
 
@@ -399,7 +407,9 @@ def _summary(elbos: list[np.ndarray], skipped: int) -> str:
     return text + (f", {skipped} skipped" if skipped else "")
 
 
-def _report(stop: Stop, skipped: int, taken: int) -> None:
+def report(trained: Trained) -> None:
+    """Warns of, or refuses, a training that ended badly."""
+    stop, skipped, taken = trained.stop, int(trained.state.skipped), len(trained.history["step"])
     if stop is Stop.NON_FINITE and skipped == taken:
         raise TrainingError(
             f"All {taken} steps had an ELBO or gradient that is not finite, so nothing was learned. Run the model under "

@@ -40,6 +40,7 @@ MOST_MOMENTS = 32
 # Standardized data pass unchanged up to this size; beyond it they grow like a logarithm.
 SQUASH = 4.0
 SMALLEST_VARIANCE = 1e-6
+LARGEST = 1e8
 USUAL_COUNT = 8.0
 # Elements from which the scale of the data is read.
 MOST_MEASURED = 100_000
@@ -55,7 +56,10 @@ class View(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What is known of each member of a level: moments and features, and whether it has any data."""
+    """What is known of each member of a level: moments and features, and whether it has any data.
+
+    Moments are as they are, so that spreads of any size keep their meaning; networks see them squashed.
+    """
 
     moments: Float[Array, "*members moment"]
     features: Float[Array, "*members feature"]
@@ -63,7 +67,7 @@ class Known(NamedTuple):
 
     @property
     def encoding(self) -> Float[Array, "*members encoding"]:
-        return jnp.concatenate([self.moments, self.features], -1)
+        return jnp.concatenate([_squashed(self.moments), self.features], -1)
 
 
 class Contraction(NamedTuple):
@@ -306,11 +310,11 @@ class SetEncoder:
                 shape = [given.shape[level.index(plate)] if plate in level else 1 for plate in site.level]
                 given = standardize(name, given.reshape(*shape, 1))
                 parts.append(jnp.broadcast_to(given, (*lead, given.shape[-1])))
-        moments = _squashed(jnp.concatenate(parts, -1))
+        moments = jnp.clip(jnp.concatenate(parts, -1), -LARGEST, LARGEST)
         features = network.element
         for _ in lead:
             features = jax.vmap(features)
-        return Known(moments, jnp.tanh(features(moments)), present)
+        return Known(moments, jnp.tanh(features(_squashed(moments))), present)
 
     def contract(
         self, contract: Contract, step: Contraction, known: Known, weight: Float[Array, " member"], old: Array | None

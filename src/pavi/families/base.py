@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -105,9 +106,19 @@ class Reading(NamedTuple):
     weights: Weights
 
 
-def given_size(template: Template, site: Site, conditioned: bool) -> int:
+class Shown(Enum):
+    """What a flow is shown of each value its site is given."""
+
+    NOTHING = 0
+    DISTANCE = 1
+    """How far from where q puts it it was drawn."""
+    ALL = 2
+    """That, and where q puts it: for flows that serve members or studies between which this differs untold."""
+
+
+def given_size(template: Template, site: Site, shown: Shown) -> int:
     """How many numbers a flow is shown of the values its site is given."""
-    return 2 * sum(template.site(name).size for name in site.given) if conditioned else 0
+    return shown.value * sum(template.site(name).size for name in site.given)
 
 
 def draw_through(
@@ -115,7 +126,7 @@ def draw_through(
     bijection: AbstractBijection,
     encoding: Array,
     units: Units,
-    conditioned: bool,
+    shown: Shown,
     site: Site,
     prior: Prior,
     given: Mapping[str, Draw],
@@ -123,8 +134,8 @@ def draw_through(
 ) -> Draw:
     """Draws from the conditional prior and pushes the draw through a flow, in the prior's units (`eq:q_full`)."""
     to_units, from_units = _maps(units, site)
-    center = _center(bijection, encoding, units, conditioned, site, given)
-    condition = _condition(units, conditioned, site, given)
+    center = _center(bijection, encoding, units, shown, site, given)
+    condition = _condition(units, shown, site, given)
     if isinstance(flow, PointMass):
         value, _ = bijection.transform_and_log_det(jnp.zeros(site.size), jnp.concatenate([encoding, condition]))
         return Draw(from_units(value), None, center)
@@ -134,7 +145,7 @@ def draw_through(
         flow.path(site.size),
         to_units(prior.draw(key)),
         encoding,
-        (condition, _condition(units, conditioned, site, frozen)),
+        (condition, _condition(units, shown, site, frozen)),
         lambda base: prior.log_prob(from_units(base)),
     )
     return Draw(from_units(value), log_q, center)
@@ -144,7 +155,7 @@ def score_through(
     bijection: AbstractBijection,
     encoding: Array,
     units: Units,
-    conditioned: bool,
+    shown: Shown,
     site: Site,
     prior: Prior,
     given: Mapping[str, Draw],
@@ -152,9 +163,9 @@ def score_through(
 ) -> Draw:
     """A given value with its log-density under the prior pushed through a flow."""
     to_units, from_units = _maps(units, site)
-    condition = jnp.concatenate([encoding, _condition(units, conditioned, site, given)])
+    condition = jnp.concatenate([encoding, _condition(units, shown, site, given)])
     base, log_det = bijection.inverse_and_log_det(to_units(value), condition)
-    center = _center(bijection, encoding, units, conditioned, site, given)
+    center = _center(bijection, encoding, units, shown, site, given)
     return Draw(value, prior.log_prob(from_units(base)) + log_det, center)
 
 
@@ -164,24 +175,22 @@ def _maps(units: Units, site: Site) -> tuple[Callable[[Array], Array], Callable[
     return lambda value: (value - center) / spread, lambda value: center + spread * value
 
 
-def _condition(units: Units, conditioned: bool, site: Site, given: Mapping[str, Draw]) -> Array:
-    """The values a flow is given: where q puts them, and how far off they were drawn.
+def _condition(units: Units, shown: Shown, site: Site, given: Mapping[str, Draw]) -> Array:
+    """What a flow is shown of the values its site is given.
 
-    Shown the value alone, whose posterior may be narrow and far from the prior's center, a flow could hardly tell it from
-    a constant, and the slope on it would take thousands of steps to be told apart from the offset.
+    Shown a value itself, whose posterior may be narrow and far from the prior's center, a flow could hardly tell it from a
+    constant, and the slope on it would take thousands of steps to be told apart from the offset.
     """
-    if not conditioned:
-        return jnp.zeros(0)
-    centers = [units.standardize(name, given[name].center) for name in site.given]
+    centers = [units.standardize(name, given[name].center) for name in site.given] if shown is Shown.ALL else []
     distances = [(given[name].value - given[name].center) / units.spread[name] for name in site.given]
-    return jnp.concatenate([jnp.zeros(0), *centers, *distances])
+    return jnp.concatenate([jnp.zeros(0), *centers, *(distances if shown is not Shown.NOTHING else [])])
 
 
 def _center(
-    bijection: AbstractBijection, encoding: Array, units: Units, conditioned: bool, site: Site, given: Mapping[str, Draw]
+    bijection: AbstractBijection, encoding: Array, units: Units, shown: Shown, site: Site, given: Mapping[str, Draw]
 ) -> Array:
     """Where a flow puts the prior's center, given the centers of what it is given."""
-    centered = _condition(units, conditioned, site, {name: draw._replace(value=draw.center) for name, draw in given.items()})
+    centered = _condition(units, shown, site, {name: draw._replace(value=draw.center) for name, draw in given.items()})
     value, _ = bijection.transform_and_log_det(jnp.zeros(site.size), jnp.concatenate([encoding, centered]))
     return _maps(units, site)[1](value)
 

@@ -14,7 +14,18 @@ from jaxtyping import Array, PRNGKeyArray
 from pavi.cascade import Draw, Prior, Sampler, Study
 from pavi.encodings import FreeEncodings, SetEncoder
 from pavi.errors import SettingError
-from pavi.families.base import Glimpse, Layout, Reading, Units, Weights, check_flow, draw_through, given_size, score_through
+from pavi.families.base import (
+    Glimpse,
+    Layout,
+    Reading,
+    Shown,
+    Units,
+    Weights,
+    check_flow,
+    draw_through,
+    given_size,
+    score_through,
+)
 from pavi.families.looking import encode_study, show
 from pavi.flows import MAF, Flow
 from pavi.template import Level, Site, Template
@@ -30,6 +41,8 @@ class PAVI:
         flow: one flow for all latent sites, or `{site: flow}` with `...` for the rest.
         condition_on_parents: let each flow see the values its site is given (its parents, and the co-parents drawn
             before it), beside the encoding. Off, it sees them only through the prior it pushes, as in the paper.
+        show_centers: of those values, let it see not only how far from their posterior's center they were drawn but also
+            that center. By default with a `SetEncoder`: a free encoding can learn what the center means for its member.
 
     Example:
         >>> import pavi
@@ -39,6 +52,7 @@ class PAVI:
     encodings: FreeEncodings | SetEncoder = FreeEncodings()
     flow: Any = MAF()
     condition_on_parents: bool = True
+    show_centers: bool | None = None
 
     row_rate: ClassVar[float] = 4.0
 
@@ -51,7 +65,7 @@ class PAVI:
 
     def __hash__(self) -> int:
         flow = tuple(self.flow.items()) if isinstance(self.flow, Mapping) else self.flow
-        return hash((self.encodings, flow, self.condition_on_parents))
+        return hash((self.encodings, flow, self.condition_on_parents, self.show_centers))
 
     def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]) -> Weights:
         self.encodings.check(template)
@@ -91,7 +105,7 @@ class PAVI:
         found = encode_study(self.encodings, study, arguments, data, units, weights.shared[split:])
         rows = {**weights.rows, **found}
         sizes = {level: int(array.shape[-1]) for level, array in rows.items()}
-        family = dataclasses.replace(self, encodings=FreeEncodings(size=sizes))
+        family = dataclasses.replace(self, encodings=FreeEncodings(size=sizes), show_centers=self._shown is Shown.ALL)
         return Reading(family, Weights(weights.shared[:split], rows, {}))
 
     def extend(
@@ -108,7 +122,7 @@ class PAVI:
             assert encoding is not None
             read = encoding[: self.encodings.site_size(template, site)]
             flow, bijection = layout.flows[site.name], built[site.name]
-            return draw_through(flow, bijection, read, units, self.condition_on_parents, site, prior, given, key)
+            return draw_through(flow, bijection, read, units, self._shown, site, prior, given, key)
 
         return draw
 
@@ -120,17 +134,23 @@ class PAVI:
         def score(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
             row, truth = encoding
             read = row[: self.encodings.site_size(template, site)]
-            value, conditioned = truth[site.name], self.condition_on_parents
-            return score_through(built[site.name], read, units, conditioned, site, prior, given, value)
+            return score_through(built[site.name], read, units, self._shown, site, prior, given, truth[site.name])
 
         return score
+
+    @property
+    def _shown(self) -> Shown:
+        if not self.condition_on_parents:
+            return Shown.NOTHING
+        centers = isinstance(self.encodings, SetEncoder) if self.show_centers is None else self.show_centers
+        return Shown.ALL if centers else Shown.DISTANCE
 
     def _layout(self, template: Template) -> Layout:
         return Layout(
             self.flow,
             template.latents,
             {
-                site.name: self.encodings.site_size(template, site) + given_size(template, site, self.condition_on_parents)
+                site.name: self.encodings.site_size(template, site) + given_size(template, site, self._shown)
                 for site in template.latents
             },
         )

@@ -13,7 +13,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from pavi.cascade import Draw, Prior, Sampler, Study
 from pavi.encodings import FreeEncodings
-from pavi.families.base import Glimpse, Layout, Reading, Units, Weights, check_flow, draw_through, given_size
+from pavi.families.base import Glimpse, Layout, Reading, Shown, Units, Weights, check_flow, draw_through, given_size
 from pavi.flows import MAF, Flow
 from pavi.template import Level, Site, Template
 
@@ -81,11 +81,15 @@ class UnamortizedFlows:
             layout = layouts[site.level]
             flow, bijection = layout.flows[site.name], layout.fill(encoding)[site.name]
             nothing = jnp.zeros(0)
-            return draw_through(flow, bijection, nothing, units, self.condition_on_parents, site, prior, given, key)
+            return draw_through(flow, bijection, nothing, units, self._shown, site, prior, given, key)
 
         return draw
 
+    @property
+    def _shown(self) -> Shown:
+        return Shown.DISTANCE if self.condition_on_parents else Shown.NOTHING
+
     def _layout(self, template: Template, level: Level) -> Layout:
         sites = [site for site in template.latents if site.level == level]
-        sizes = {site.name: given_size(template, site, self.condition_on_parents) for site in sites}
+        sizes = {site.name: given_size(template, site, self._shown) for site in sites}
         return Layout(self.flow, sites, sizes)
