@@ -394,6 +394,6 @@ def unconstrained(site: Site, value: Array) -> Array:
     return value
 
 
-def _squashed(values: Array) -> Array:
+def _squashed(values: Array | np.ndarray) -> Array:
     size = jnp.abs(values)
     return jnp.where(size <= SQUASH, values, jnp.sign(values) * (SQUASH + jnp.log1p(jnp.maximum(size - SQUASH, 0.0))))
