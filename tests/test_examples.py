@@ -23,10 +23,11 @@ def test_readme(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("builtins.print", lambda *args: None)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     scope: dict = {}
     exec(blocks[0].replace('{"score": score}', '{"score": score}, steps=300, progress_bar=False'), scope)
     exec(blocks[1].replace("1000", "20"), scope)
+    exec(blocks[2].replace('["score"])', '["score"], steps=5, progress_bar=False)'), scope)
     assert pavi.load(tmp_path / "schools.pavi", scope["model"]).template == scope["fit"].template
 
 
