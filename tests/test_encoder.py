@@ -236,10 +236,11 @@ def test_bad_settings():
 
 
 def test_bias_check_reports_nats_and_noise():
-    check = pavi.bias_check(nested, ["x"], model_args=(1000,), repetitions=2, steps=1200, progress_bar=False)
+    check = pavi.bias_check(nested, ["x"], model_args=(1000,), family=ENCODER, repetitions=2, steps=100, progress_bar=False)
     assert check.sizes == {"group": 20, "point": 4}
     assert check.batch["group"] == 5
-    assert abs(check.difference) < 0.02 * check.num_latents
+    assert np.isclose(check.difference, check.free.mean() - check.encoder.mean())
+    assert np.isclose(check.in_noise * check.noise, check.difference)
     assert "nats" in str(check)
     assert "noise" in str(check)
     with pytest.raises(pavi.SettingError, match="at least 2"):

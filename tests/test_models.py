@@ -178,7 +178,7 @@ def test_subsampled_plates_reach_the_exact_posterior():
                 numpyro.sample("x", dist.Normal(theta, 0.7))
 
     check_gaussian(model, {"x": normal(30, 6)}, batch={"group": 6, "point": 6}, tolerance=0.005)
-    check_gaussian(model, {"x": normal(30, 6)}, batch={"group": 10, "point": 3}, steps=8000, tolerance=0.02)
+    check_gaussian(model, {"x": normal(30, 6)}, batch={"group": 10, "point": 3}, steps=4000, tolerance=0.02)
 
 
 def test_handlers_scale_mask_and_factor():
@@ -263,47 +263,6 @@ def test_reparam_and_deterministic():
     assert np.allclose(draws["double"], 2 * draws["theta"])
     assert draws["double"].dims == ("chain", "draw", "group")
     assert fit.template.site("x").parents == ("mu", "theta_decentered")
-
-
-def supports_model():
-    """Latents on every support; the likelihood ties each of them to data."""
-    positive = numpyro.sample("positive", dist.Gamma(3.0, 2.0))
-    interval = numpyro.sample("interval", dist.Uniform(-1.0, 2.0))
-    bounded = numpyro.sample("bounded", dist.Uniform(interval, 3.0))
-    simplex = numpyro.sample("simplex", dist.Dirichlet(jnp.array([2.0, 3.0, 1.5])))
-    ordered = numpyro.sample(
-        "ordered", dist.TransformedDistribution(dist.Normal(jnp.zeros(3), 1).to_event(1), dist.transforms.OrderedTransform())
-    )
-    cholesky = numpyro.sample("cholesky", dist.LKJCholesky(2, 2.0))
-    numpyro.sample("y1", dist.Normal(jnp.log(positive), 0.5))
-    numpyro.sample("y2", dist.Normal(interval + bounded, 0.5))
-    numpyro.sample("y3", dist.Normal(simplex, 0.2).to_event(1))
-    numpyro.sample("y4", dist.Normal(ordered, 0.7).to_event(1))
-    numpyro.sample("y5", dist.Normal(cholesky[1, 0], 0.3))
-
-
-def test_supports():
-    data = {
-        "y1": np.float32(0.8),
-        "y2": np.float32(1.5),
-        "y3": np.array([0.2, 0.6, 0.2], np.float32),
-        "y4": np.array([-1.0, 0.2, 1.5], np.float32),
-        "y5": np.float32(0.5),
-    }
-    fit = pavi.fit(supports_model, data, progress_bar=False)
-    exact = nuts(supports_model, data)
-    draws = fit.sample(4000)
-    assert (draws["positive"] > 0).all()
-    assert ((draws["interval"] > -1) & (draws["interval"] < 2)).all()
-    assert (draws["bounded"] > draws["interval"]).all()
-    assert np.allclose(draws["simplex"].sum("simplex_dim_0"), 1, atol=1e-5)
-    assert (np.diff(draws["ordered"], axis=-1) > 0).all()
-    assert np.allclose((draws["cholesky"] ** 2).sum("cholesky_dim_1"), 1, atol=1e-5)
-    sites = ["positive", "interval", "bounded", "simplex", "ordered"]
-    assert_moments(fit, exact, sites, mean_tolerance=0.15, sd_tolerance=0.15)
-    correlation = draws["cholesky"].values[0, :, 1, 0]
-    assert abs(correlation.mean() - exact.mean["cholesky"][1, 0]) < 0.15 * exact.sd["cholesky"][1, 0]
-    assert abs(correlation.std() / exact.sd["cholesky"][1, 0] - 1) < 0.15
 
 
 def test_unknown_scales_match_nuts():
