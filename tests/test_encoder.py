@@ -215,6 +215,9 @@ def test_save_load_and_update(tmp_path):
     assert larger.sample(2)["theta"].sizes["group"] == 12
     # The encoder has seen 9 groups only: close, without any search.
     assert exact.evidence - larger.elbo(256).mean < 0.05 * 13
+    searched = fit.update({"x": x}, steps=60, progress_bar=False)
+    assert len(searched.history["step"]) == 60
+    assert exact.evidence - searched.elbo(256).mean < 0.05 * 13
 
 
 def test_update_searches_new_encodings_only():

@@ -127,7 +127,7 @@ class Fit(Posterior):
 
         The shared weights are kept and only encodings are searched. Members keep theirs: they are matched by their
         coordinates where both data have some, else by position. With `pavi.SetEncoder` nothing is searched unless
-        `steps` is given.
+        `steps` is given, for which the networks are trained on.
 
         Args:
             data: all data of the study as it is now, as in `pavi.fit`.
@@ -183,7 +183,7 @@ class Fit(Posterior):
         # There are few steps, so each sees more members.
         batch = {plate: min(UPDATE_BATCH * count, sizes[plate]) for plate, count in self.batch.items()}
         setting = Setting(family, batch, steps, 8, None, seed_of(rng_key), progress_bar, started)
-        return refine(study, arguments, observations, weights, self._units, setting, frozen=True)
+        return refine(study, arguments, observations, weights, self._units, setting, frozen=bool(weights.rows))
 
 
 def _matched(old: Observations, new: Observations, plate: str, old_size: int, size: int) -> np.ndarray:
@@ -289,7 +289,9 @@ def refine(
     optimizers = (optax.set_to_zero() if frozen else optimizer, row_optimizer)
     problem, schedule = _problem(study, setting, optimizers, early=False, pace=1.0)
     inputs = Inputs(arguments, observations.arrays, units)
-    state = first_state(*optimizers, weights, setting.seed)
+    rng = np.random.default_rng(setting.seed)
+    memory = setting.family.init(study.template, rng, observations.arrays, problem.whole).memory
+    state = first_state(*optimizers, weights._replace(memory=memory), setting.seed)
     trained = train(problem, inputs, state, schedule, setting.started, setting.progress_bar)
     report(trained)
     return _finish(problem, inputs, observations, trained)
