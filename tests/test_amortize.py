@@ -36,7 +36,7 @@ def amortized():
     return pavi.amortize(model, ["x"], family=FAMILY, steps=1500, progress_bar=False)
 
 
-def gap(posterior, x, **size) -> float:
+def gap(posterior, x) -> float:
     """Nats per latent below the exact evidence."""
     exact = gaussian(model, {"x": x}, (len(x),))
     return (exact.evidence - posterior.elbo(256).mean) / posterior.template.num_latents

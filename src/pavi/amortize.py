@@ -24,12 +24,11 @@ import xarray as xr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from pavi import storage
-from pavi.api import Setting, check_batch, read_saved_template, read_study, refine, split_arguments
+from pavi.api import Setting, check_batch, read_saved_template, read_study, refine, split_arguments, with_encoder
 from pavi.branch import Branch, distinct
 from pavi.cascade import Study, cascade, draw_prior
 from pavi.compiling import quick_jit
 from pavi.elbo import weigh
-from pavi.encodings import SetEncoder
 from pavi.errors import LoadError, ModelError, SettingError
 from pavi.families import PAVI, Glimpse, Units, Weights
 from pavi.posterior import Posterior, seed_of
@@ -278,12 +277,7 @@ def amortize(
         True
     """
     started = time.perf_counter()
-    family = PAVI(encodings=SetEncoder()) if family is None else family
-    if not isinstance(family, PAVI) or not isinstance(family.encodings, SetEncoder):
-        raise SettingError(
-            f"amortize(family={family!r}): expected pavi.PAVI(encodings=pavi.SetEncoder(...)); encodings must be computed "
-            "from data for a posterior that needs no training."
-        )
+    family = with_encoder(family, "amortize")
     if objective not in ("reverse", "forward"):
         raise SettingError(f"amortize(objective={objective!r}): expected 'reverse' or 'forward'.")
     if num_datasets is not None and num_datasets < 1:

@@ -20,6 +20,7 @@ from pavi import storage
 from pavi.branch import choose_batch
 from pavi.cascade import Hashable, Study
 from pavi.data import Observations, observe, sizes_of
+from pavi.encodings import SetEncoder
 from pavi.errors import DataError, LoadError, ModelError, PaviError, SettingError
 from pavi.families import PAVI, Family, Reading, Units, Weights
 from pavi.posterior import Posterior, seed_of
@@ -406,6 +407,17 @@ def check_batch(template: Template, batch: Mapping[str, int] | None) -> None:
             raise SettingError(f"batch names the plate {plate!r}, which the model does not have. Its plates: {list(sizes)}.")
         if not 1 <= count <= sizes[plate]:
             raise SettingError(f"batch[{plate!r}] = {count}: expected from 1 to the plate's size, {sizes[plate]}.")
+
+
+def with_encoder(family: Family | None, caller: str) -> PAVI:
+    """A family whose encodings are computed from data: the one given, checked, or the default one."""
+    family = PAVI(encodings=SetEncoder()) if family is None else family
+    if not isinstance(family, PAVI) or not isinstance(family.encodings, SetEncoder):
+        raise SettingError(
+            f"{caller}(family={family!r}): expected pavi.PAVI(encodings=pavi.SetEncoder(...)), whose encodings are computed "
+            "from data."
+        )
+    return family
 
 
 def usual_batch(template: Template) -> dict[str, int]:

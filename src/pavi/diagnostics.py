@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 from tqdm.auto import tqdm
 
-from pavi.api import Setting, check_batch, fit_study, split_arguments, usual_batch
+from pavi.api import Setting, check_batch, fit_study, split_arguments, usual_batch, with_encoder
 from pavi.branch import fixed_branch
 from pavi.cascade import Study, cascade, draw_prior
 from pavi.data import Observations
-from pavi.encodings import FreeEncodings, SetEncoder
+from pavi.encodings import FreeEncodings
 from pavi.errors import SettingError
 from pavi.families import PAVI, Family
 from pavi.posterior import seed_of
@@ -124,9 +124,7 @@ def bias_check(
         >>> abs(check.difference) < 0.5
         True
     """
-    family = PAVI(encodings=SetEncoder()) if family is None else family
-    if not isinstance(family, PAVI) or not isinstance(family.encodings, SetEncoder):
-        raise SettingError(f"bias_check(family={family!r}): expected pavi.PAVI(encodings=pavi.SetEncoder(...)).")
+    family = with_encoder(family, "bias_check")
     if repetitions < 2:
         raise SettingError(f"bias_check(repetitions={repetitions}): expected at least 2, to know the noise.")
     full = read_template(model, list(observed), model_args=model_args, model_kwargs=model_kwargs)
