@@ -38,7 +38,7 @@ def gaps(amortized: pavi.Amortized, regime: str, groups: int, count: int) -> lis
     return found
 
 
-def fresh(steps: int | None, count: int) -> dict[str, pavi.Amortized]:
+def fresh(steps: int | None, count: int) -> dict[tuple[str, int], pavi.Amortized]:
     print(
         "| regime | groups | trained on at most | gap per latent, mean | largest | data sets | training seconds | weights |"
     )
@@ -53,7 +53,7 @@ def fresh(steps: int | None, count: int) -> dict[str, pavi.Amortized]:
                 f"| {amortized.history['seconds'][-1]:.0f} | {amortized.num_weights:,} |",
                 flush=True,
             )
-            kept[regime] = amortized
+            kept[regime, groups] = amortized
     return kept
 
 
@@ -79,12 +79,12 @@ def growth(steps: int) -> None:
         print(f"| {groups:,} | {amortized.num_weights:,} | {amortized.history['seconds'][-1]:.1f} |", flush=True)
 
 
-def calibration(networks: dict[str, pavi.Amortized], studies: int) -> None:
-    print("\n| regime | groups | site | studies | chi-square p | p with the sign of a bias left out (spread) |")
-    print("|---|---|---|---|---|---|")
-    for regime, amortized in networks.items():
+def calibration(networks: dict[tuple[str, int], pavi.Amortized], studies: int) -> None:
+    print("\n| regime | groups | trained on at most | site | studies | chi-square p | p with the sign of a bias left out (spread) |")
+    print("|---|---|---|---|---|---|---|")
+    for (regime, trained), amortized in networks.items():
         points, sigma_x = REGIMES[regime]
-        for groups in (20, 200):
+        for groups in sorted({20, trained}):
             ranks: dict[str, list] = {"mu": [], "theta": []}
             for seed in tqdm(range(5000, 5000 + studies), desc="studies", leave=False):
                 mu, theta, x = gre_truth(groups, points, sigma_x, DIM, seed)
@@ -97,7 +97,7 @@ def calibration(networks: dict[str, pavi.Amortized], studies: int) -> None:
                 counts = np.histogram(flat, BINS, (0, DRAWS + 1))[0]
                 folded = np.histogram(np.abs(flat - DRAWS / 2), BINS // 2, (0, (DRAWS + 1) / 2))[0]
                 print(
-                    f"| {regime} | {groups} | {site} | {studies} | {stats.chisquare(counts).pvalue:.3f} "
+                    f"| {regime} | {groups} | {amortized.batch['group']} groups | {site} | {studies} | {stats.chisquare(counts).pvalue:.3f} "
                     f"| {stats.chisquare(folded).pvalue:.3f} |",
                     flush=True,
                 )
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--studies", type=int, default=400, help="studies of the calibration")
     arguments = parser.parse_args()
     networks = fresh(arguments.steps, arguments.datasets)
-    many_sizes(networks, arguments.datasets)
+    many_sizes({regime: network for (regime, groups), network in networks.items() if groups == 200}, arguments.datasets)
     growth(500)
     calibration(networks, arguments.studies)
 

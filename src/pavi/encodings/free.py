@@ -73,6 +73,11 @@ class FreeEncodings:
         """Numbers per member of a level."""
         return max(self.site_size(template, site) for site in template.latents if site.level == level)
 
+    def count_size(self, template: Template, level: Level) -> int:
+        """How many numbers at the start of a level's encoding are counts of data."""
+        del template, level
+        return 0
+
     def init(self, template: Template, data: Mapping[str, Any]) -> dict[Level, np.ndarray]:
         """Encoding arrays of the full study: what the data say of each member, then zeros.
 
@@ -117,3 +122,21 @@ class FreeEncodings:
                 new[~known] = inputs[~known] @ slopes
             extended[level] = new
         return extended
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadEncodings(FreeEncodings):
+    """Encodings that a `SetEncoder` has computed: free ones of given sizes, of which the first numbers are counts."""
+
+    counts: Mapping = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "counts", MappingProxyType(dict(self.counts)))
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), tuple(self.counts.items())))
+
+    def count_size(self, template: Template, level: Level) -> int:
+        del template
+        return self.counts[level]

@@ -8,6 +8,9 @@ has two parts:
   all there is to know, and they are exact for sets of any size;
 - **features**: learned, by a perceptron on each observed element and a Set Transformer at each contraction.
 
+Of a **count**, networks see one over it, which hardly changes beyond the largest set of training; its logarithm, which
+grows without end, goes to the flows apart, for their scales alone (see `Flow.build`).
+
 **Moving summaries.** In a step most children of a member are not drawn, so a summary of the drawn ones is not the summary
 that inference will use (the paper's bias of PAVI-E, `sec:no_bias`). So a running average over steps stands in for the
 summary of all children; the gradient goes through the drawn ones.
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -41,7 +44,8 @@ MOST_MOMENTS = 32
 SQUASH = 4.0
 SMALLEST_VARIANCE = 1e-6
 LARGEST = 1e8
-USUAL_COUNT = 8.0
+# One over a count is shown this many times smaller, so that what it does is learned slowly.
+COUNT_GAIN = 0.1
 # Elements from which the scale of the data is read.
 MOST_MEASURED = 100_000
 
@@ -58,16 +62,19 @@ class View(NamedTuple):
 class Known(NamedTuple):
     """What is known of each member of a level: moments and features, and whether it has any data.
 
-    Moments are as they are, so that spreads of any size keep their meaning; networks see them squashed.
+    Moments are as they are, so that spreads of any size keep their meaning; networks see them squashed. Some of them are
+    logarithms of counts.
     """
 
     moments: Float[Array, "*members moment"]
     features: Float[Array, "*members feature"]
     present: Bool[Array, "*members"]
 
-    @property
-    def encoding(self) -> Float[Array, "*members encoding"]:
-        return jnp.concatenate([_squashed(self.moments), self.features], -1)
+    def seen(self, counts: Sequence[int]) -> Float[Array, "*members seen"]:
+        """What networks see; `counts` says which moments are counts."""
+        where = np.array(counts, int)
+        moments = self.moments.at[..., where].set(COUNT_GAIN * jnp.exp(-self.moments[..., where])) if counts else self.moments
+        return jnp.concatenate([_squashed(moments), self.features], -1)
 
 
 class Contraction(NamedTuple):
@@ -100,8 +107,11 @@ class Contract(eqx.Module):
     enter: Linear
     transformer: SetTransformer
     leave: Perceptron
+    counts: tuple[int, ...] = eqx.field(static=True)
+    """Which moments of the members are counts."""
 
-    def __init__(self, rng: np.random.Generator, moments: int, settings: SetEncoder):
+    def __init__(self, rng: np.random.Generator, moments: int, counts: tuple[int, ...], settings: SetEncoder):
+        self.counts = counts
         wide = moments + settings.size
         weight = rng.normal(size=(wide, settings.width)) / np.sqrt(wide)
         self.enter = Linear(as_weight(weight), as_weight(np.zeros(settings.width)))
@@ -115,7 +125,7 @@ class Contract(eqx.Module):
         share = weights / jnp.maximum(total, 1e-6)
         mean = share @ known.moments
         variance = share @ (known.moments - mean) ** 2 if _keeps_spread(len(mean)) else jnp.zeros(0)
-        pooled = self.transformer(jax.vmap(self.enter)(known.encoding), known.present)
+        pooled = self.transformer(jax.vmap(self.enter)(known.seen(self.counts)), known.present)
         return jnp.concatenate([total[None], mean, variance, pooled])
 
     def known(self, summary: Float[Array, " summary"], moments: int) -> Known:
@@ -126,7 +136,7 @@ class Contract(eqx.Module):
         if _keeps_spread(moments):
             parts.append(jnp.where(total > 1.5, 0.5 * jnp.log(rest[:moments] + SMALLEST_VARIANCE), 0.0))
             rest = rest[moments:]
-        parts.append(jnp.log(jnp.maximum(total, 0.5) / USUAL_COUNT)[None])
+        parts.append(jnp.log(jnp.maximum(total, 0.5))[None])
         return Known(jnp.concatenate(parts), jnp.tanh(self.leave(rest)), total > 0)
 
 
@@ -207,8 +217,12 @@ class SetEncoder:
         for site in template.observed:
             moments = self._moments(template, site)
             if level in moments:
-                found += moments[level] + self.size
+                found += len(self._counts(template, site)[level]) + moments[level] + self.size
         return found
+
+    def count_size(self, template: Template, level: Level) -> int:
+        """How many numbers at the start of a level's encoding are logarithms of counts."""
+        return sum(len(self._counts(template, site).get(level, ())) for site in template.observed)
 
     def init(self, template: Template, data: Mapping[str, Any]) -> dict[Level, np.ndarray]:
         """Free encodings of the levels that no data reach."""
@@ -277,7 +291,7 @@ class SetEncoder:
         memory: Mapping[tuple[str, Level], Array],
     ) -> tuple[dict[Level, Array], dict[tuple[str, Level], Array]]:
         """Encodings of a branch's members per level, and the running summaries brought up to date."""
-        found: dict[Level, list[Array]] = {}
+        found: dict[str, dict[Level, Known]] = {}
         kept = {}
         for site, network in self.networks(template, weights):
             known = {site.level: self.elements(network, site, standardize, view)}
@@ -287,10 +301,20 @@ class SetEncoder:
                 known[step.target], new = self.contract(contract, step, known[step.source], weight, old)
                 if new is not None:
                     kept[site.name, step.target] = new
-            for level in template.levels:
-                if level in known:
-                    found.setdefault(level, []).append(known[level].encoding)
-        return {level: jnp.concatenate(parts, -1) for level, parts in found.items()}, kept
+            found[site.name] = known
+        return self.encodings(template, found), kept
+
+    def encodings(self, template: Template, found: Mapping[str, Mapping[Level, Known]]) -> dict[Level, Array]:
+        """Encodings per level from what is known by observed site: logarithms of counts, then what networks see."""
+        encodings = {}
+        for level in template.levels:
+            reached = [site for site in template.observed if level in found[site.name]]
+            known = [(found[site.name][level], self._counts(template, site)[level]) for site in reached]
+            parts = [each.moments[..., np.array(counts, int)] for each, counts in known]
+            parts += [each.seen(counts) for each, counts in known]
+            if parts:
+                encodings[level] = jnp.concatenate(parts, -1)
+        return encodings
 
     def elements(self, network: SiteEncoder, site: Site, standardize: Any, view: View) -> Known:
         """What the data of each observed element say."""
@@ -357,11 +381,10 @@ class SetEncoder:
             return skeleton_of(self._network(template, site, np.random.default_rng(0)))
 
     def _network(self, template: Template, site: Site, rng: np.random.Generator) -> SiteEncoder:
-        moments = self._moments(template, site)
+        moments, counts = self._moments(template, site), self._counts(template, site)
         element = Perceptron(rng, [moments[site.level], *self.hidden, self.size], open=True)
-        return SiteEncoder(
-            element, tuple(Contract(rng, moments[step.source], self) for step in contractions(template, site))
-        )
+        steps = contractions(template, site)
+        return SiteEncoder(element, tuple(Contract(rng, moments[s.source], counts[s.source], self) for s in steps))
 
     def _moments(self, template: Template, site: Site) -> dict[Level, int]:
         """How many moments are known at each level that a site reaches."""
@@ -371,6 +394,14 @@ class SetEncoder:
             before = moments[step.source]
             moments[step.target] = before * (2 if _keeps_spread(before) else 1) + 1
         return moments
+
+    def _counts(self, template: Template, site: Site) -> dict[Level, tuple[int, ...]]:
+        """Which moments are logarithms of counts, at each level that a site reaches."""
+        moments = self._moments(template, site)
+        counts: dict[Level, tuple[int, ...]] = {site.level: ()}
+        for step in contractions(template, site):
+            counts[step.target] = (*counts[step.source], moments[step.target] - 1)
+        return counts
 
     def _covariate_numbers(self, site: Site) -> int:
         return sum(set(level) <= set(site.level) for level in self.covariates.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -196,20 +197,26 @@ def _center(
 
 
 @functools.lru_cache(maxsize=256)
-def skeleton(flow: Flow, dim: int, cond_dim: int) -> Skeleton:
+def skeleton(flow: Flow, dim: int, cond_dim: int, counts: int) -> Skeleton:
     """The structure of a flow for a site of some size, built once."""
     with jax.ensure_compile_time_eval():
-        return skeleton_of(flow.build(np.random.default_rng(0), dim, cond_dim))
+        return skeleton_of(flow.build(np.random.default_rng(0), dim, cond_dim, counts))
 
 
 class Layout:
     """Which flow each site has, and where its weights lie in a flat vector of all of them."""
 
-    def __init__(self, flow: Flow | Mapping, sites: Sequence[Site], cond_sizes: Mapping[str, int]):
+    def __init__(
+        self,
+        flow: Flow | Mapping,
+        sites: Sequence[Site],
+        cond_sizes: Mapping[str, int],
+        counts: Mapping[str, int] = MappingProxyType({}),
+    ):
         self.flows = {site.name: flow_of(flow, site) for site in sites}
-        self.cond_sizes = dict(cond_sizes)
+        self.sizes = {site.name: (site.size, cond_sizes[site.name], counts.get(site.name, 0)) for site in sites}
         self.sites = tuple(sites)
-        self.skeletons = {s.name: skeleton(self.flows[s.name], s.size, cond_sizes[s.name]) for s in sites}
+        self.skeletons = {name: skeleton(self.flows[name], *sizes) for name, sizes in self.sizes.items()}
 
     @property
     def size(self) -> int:
@@ -217,8 +224,7 @@ class Layout:
         return sum(found.size for found in self.skeletons.values())
 
     def init(self, rng: np.random.Generator) -> np.ndarray:
-        sizes = [(self.flows[site.name], site.size, self.cond_sizes[site.name]) for site in self.sites]
-        return np.concatenate([pack(flow.build(rng, dim, cond_dim)) for flow, dim, cond_dim in sizes])
+        return np.concatenate([pack(self.flows[name].build(rng, *sizes)) for name, sizes in self.sizes.items()])
 
     def fill(self, flat: Float[Array, " weights"]) -> dict[str, AbstractBijection]:
         built, start = {}, 0

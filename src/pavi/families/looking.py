@@ -40,7 +40,7 @@ def encode_study(
 ) -> dict[Level, Array]:
     """Encodings of every member of the study, per level, in tiles of bounded size."""
     template = study.template
-    found: dict[Level, list[np.ndarray]] = {}
+    found: dict[str, dict[Level, Known]] = {}
     for number, site in enumerate(template.observed):
         inputs = (weights, units, arguments, {site.name: data[site.name]})
         known: dict[Level, Known] = {}
@@ -51,10 +51,8 @@ def encode_study(
             run = _Tiled(encoder, study, number, k, inputs)
             each = template.plate(step.plate).size * _numbers(encoder, site.member_shape)
             known[step.target] = run.over(step.target, {step.target: each}, known.get(step.source))
-        for level in template.levels:
-            if level in known:
-                found.setdefault(level, []).append(np.asarray(known[level].encoding))
-    return {level: jnp.asarray(np.concatenate(parts, -1)) for level, parts in found.items()}
+        found[site.name] = {level: Known(*map(jnp.asarray, each)) for level, each in known.items() if level in template.levels}
+    return encoder.encodings(template, found)
 
 
 def _numbers(encoder: SetEncoder, member_shape: tuple[int, ...]) -> int:

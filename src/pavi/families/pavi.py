@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from pavi.cascade import Draw, Prior, Sampler, Study
-from pavi.encodings import FreeEncodings, SetEncoder
+from pavi.encodings import FreeEncodings, ReadEncodings, SetEncoder
 from pavi.errors import SettingError
 from pavi.families.base import (
     Glimpse,
@@ -105,7 +105,8 @@ class PAVI:
         found = encode_study(self.encodings, study, arguments, data, units, weights.shared[split:])
         rows = {**weights.rows, **found}
         sizes = {level: int(array.shape[-1]) for level, array in rows.items()}
-        family = dataclasses.replace(self, encodings=FreeEncodings(size=sizes), show_centers=self._shown is Shown.ALL)
+        counts = {level: self.encodings.count_size(template, level) for level in rows}
+        family = dataclasses.replace(self, encodings=ReadEncodings(sizes, counts), show_centers=self._shown is Shown.ALL)
         return Reading(family, Weights(weights.shared[:split], rows, {}))
 
     def extend(
@@ -153,4 +154,5 @@ class PAVI:
                 site.name: self.encodings.site_size(template, site) + given_size(template, site, self._shown)
                 for site in template.latents
             },
+            {site.name: self.encodings.count_size(template, site.level) for site in template.latents},
         )

@@ -9,16 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flowjax.bijections import AbstractBijection
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from pavi.errors import SettingError
-from pavi.flows.base import Conditioner, Flow, Path, solve_lower
+from pavi.flows.base import Conditioner, Flow, Path, as_weight, solve_lower
 
 # The posterior starts this much narrower than the prior, so that early draws stay near each other.
 INITIAL_SCALE = 0.1
 # The rest learns to depend on the condition this much more slowly than the offset does: it usually depends on it little,
 # and every weight adds jitter.
 GAIN = 0.25
+# How fast the dependence on counts of data is learned, and the count at which the posterior starts at its initial scale.
+COUNT_GAIN = 0.1
+USUAL_COUNT = 8.0
 # A triangular scale has about dim^2 / 2 entries to regress; above this dimension the default is diagonal.
 LARGEST_TRIANGLE = 32
 
@@ -35,10 +38,21 @@ class ConditionalAffine(AbstractBijection):
     shape: tuple[int, ...]
     cond_shape: tuple[int, ...]
     conditioner: Conditioner
+    slopes_on_counts: Float[Array | np.ndarray, "count dim"] | None
     triangular: bool = eqx.field(static=True)
 
-    def __init__(self, rng: np.random.Generator, dim: int, cond_dim: int, hidden: tuple[int, ...], triangular: bool):
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        dim: int,
+        cond_dim: int,
+        hidden: tuple[int, ...],
+        triangular: bool,
+        counts: int = 0,
+    ):
         self.shape, self.cond_shape = (dim,), (cond_dim,)
+        self.slopes_on_counts = as_weight(np.zeros((counts, dim))) if counts else None
+        cond_dim -= counts
         self.triangular = triangular and dim > 1
         size = 4 * dim + (dim * (dim - 1) // 2 if self.triangular else 0)
         # The condition moves the offset from the start.
@@ -52,8 +66,13 @@ class ConditionalAffine(AbstractBijection):
     def _parameters(self, condition: Array) -> tuple[Array, Array, Array, Array | None]:
         """Center, gated offset, log scale, and the part of T below the diagonal."""
         dim = self.shape[0]
-        out = self.conditioner(condition)
+        counts = 0 if self.slopes_on_counts is None else len(self.slopes_on_counts)
+        out = self.conditioner(condition[counts:])
         offset, logit, stretch, center = out[:dim], out[dim : 2 * dim], out[2 * dim : 3 * dim], out[3 * dim : 4 * dim]
+        if self.slopes_on_counts is not None:
+            # With n data, posteriors narrow by the square root of n: the logit rises with log n, give or take.
+            logs = condition[:counts]
+            logit = logit + logs[-1] - np.log(USUAL_COUNT) + COUNT_GAIN * logs @ self.slopes_on_counts
         gate = jax.nn.sigmoid(logit)
         log_scale = 0.5 * jax.nn.log_sigmoid(-logit) + gate * stretch
         slopes = None
@@ -101,8 +120,8 @@ class Affine(Flow):
             raise SettingError(f"Affine(scale={self.scale!r}): expected 'diag' or 'tril'.")
         object.__setattr__(self, "hidden", tuple(self.hidden))
 
-    def build(self, rng: np.random.Generator, dim: int, cond_dim: int) -> AbstractBijection:
-        return ConditionalAffine(rng, dim, cond_dim, self.hidden, self.scale == "tril")
+    def build(self, rng: np.random.Generator, dim: int, cond_dim: int, counts: int = 0) -> AbstractBijection:
+        return ConditionalAffine(rng, dim, cond_dim, self.hidden, self.scale == "tril", counts)
 
     def path(self, dim: int) -> Path:
         return Path.INVERSE if self.scale == "diag" or dim <= LARGEST_TRIANGLE else Path.NONE

@@ -43,9 +43,11 @@ class Flow:
     """A recipe for a site's flow. Subclass it, frozen, to bring your own."""
 
     @abstractmethod
-    def build(self, rng: np.random.Generator, dim: int, cond_dim: int) -> AbstractBijection:
+    def build(self, rng: np.random.Generator, dim: int, cond_dim: int, counts: int = 0) -> AbstractBijection:
         """The bijection of a `dim`-vector given a `cond_dim`-vector.
 
+        The first `counts` numbers of the condition are logarithms of how many data there are. They tell how narrow a
+        posterior is, not where it lies, and studies may be larger than any seen in training: so let them reach scales only.
         Starting weights are best drawn with `rng`, on the host, where nothing has to compile.
         """
 

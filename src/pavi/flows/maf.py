@@ -52,6 +52,7 @@ class Autoregressive(bij.AbstractBijection):
     network: Perceptron
     gate: Linear
     transformer: Callable[..., bij.AbstractBijection] = eqx.field(static=True)
+    counts: int = eqx.field(static=True)
 
     def __init__(
         self,
@@ -61,8 +62,10 @@ class Autoregressive(bij.AbstractBijection):
         dim: int,
         cond_dim: int,
         hidden: tuple[int, ...],
+        counts: int,
     ):
-        self.shape, self.cond_shape, self.transformer = (dim,), (cond_dim,), transformer
+        self.shape, self.cond_shape, self.transformer, self.counts = (dim,), (cond_dim,), transformer, counts
+        cond_dim -= counts
         # An input of rank r may reach outputs of rank above r; the condition has rank -1 and reaches all.
         ranks = [
             np.concatenate([np.arange(dim), np.full(cond_dim, -1)]),
@@ -76,6 +79,7 @@ class Autoregressive(bij.AbstractBijection):
 
     def _parameters(self, x: Array, condition: Array | None) -> Array:
         assert condition is not None
+        condition = condition[self.counts :]
         parameters = self.network(jnp.concatenate([x, condition])).reshape(self.shape[0], -1)
         return jax.nn.sigmoid(self.gate(condition))[:, None] * parameters
 
@@ -111,9 +115,9 @@ class MAF(Flow):
         if not self.hidden or min(self.hidden) < 1:
             raise SettingError(f"MAF(hidden={self.hidden}): expected at least one hidden width, each at least 1.")
 
-    def build(self, rng: np.random.Generator, dim: int, cond_dim: int) -> bij.AbstractBijection:
-        affine = ConditionalAffine(rng, dim, cond_dim, (), triangular=dim <= LARGEST_TRIANGLE)
-        layer = Autoregressive(rng, LogAffine, 2, dim, cond_dim, self.hidden)
+    def build(self, rng: np.random.Generator, dim: int, cond_dim: int, counts: int = 0) -> bij.AbstractBijection:
+        affine = ConditionalAffine(rng, dim, cond_dim, (), triangular=dim <= LARGEST_TRIANGLE, counts=counts)
+        layer = Autoregressive(rng, LogAffine, 2, dim, cond_dim, self.hidden, counts)
         return bij.Chain([affine, layer])
 
     def path(self, dim: int) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from flowjax.bijections import AbstractBijection
@@ -18,10 +19,11 @@ class Regressor(AbstractBijection):
     shape: tuple[int, ...]
     cond_shape: tuple[int, ...]
     conditioner: Conditioner
+    counts: int = eqx.field(static=True)
 
     def transform_and_log_det(self, x: Array, condition: Array | None = None) -> tuple[Array, Array]:
         assert condition is not None
-        return self.conditioner(condition), jnp.zeros(())
+        return self.conditioner(condition[self.counts :]), jnp.zeros(())
 
     def inverse_and_log_det(self, y: Array, condition: Array | None = None) -> tuple[Array, Array]:
         raise TypeError("A point mass has no inverse.")
@@ -47,6 +49,7 @@ class PointMass(Flow):
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", tuple(self.hidden))
 
-    def build(self, rng: np.random.Generator, dim: int, cond_dim: int) -> AbstractBijection:
-        weight = rng.normal(size=(cond_dim, dim)) / np.sqrt(max(cond_dim, 1))
-        return Regressor((dim,), (cond_dim,), Conditioner(rng, weight, np.zeros(dim), self.hidden))
+    def build(self, rng: np.random.Generator, dim: int, cond_dim: int, counts: int = 0) -> AbstractBijection:
+        read = cond_dim - counts
+        weight = rng.normal(size=(read, dim)) / np.sqrt(max(read, 1))
+        return Regressor((dim,), (cond_dim,), Conditioner(rng, weight, np.zeros(dim), self.hidden), counts)

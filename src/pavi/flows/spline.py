@@ -39,10 +39,11 @@ class Spline(Flow):
         if not self.hidden or self.knots < 2 or self.interval <= 0:
             raise SettingError(f"{self}: expected a hidden layer, at least 2 knots and a positive interval.")
 
-    def build(self, rng: np.random.Generator, dim: int, cond_dim: int) -> bij.AbstractBijection:
+    def build(self, rng: np.random.Generator, dim: int, cond_dim: int, counts: int = 0) -> bij.AbstractBijection:
         num_parameters = 3 * self.knots + 4  # widths, heights and slopes
-        layer = Autoregressive(rng, self._spline, num_parameters, dim, cond_dim, self.hidden)
-        return bij.Chain([layer, ConditionalAffine(rng, dim, cond_dim, (), triangular=dim <= LARGEST_TRIANGLE)])
+        layer = Autoregressive(rng, self._spline, num_parameters, dim, cond_dim, self.hidden, counts)
+        affine = ConditionalAffine(rng, dim, cond_dim, (), triangular=dim <= LARGEST_TRIANGLE, counts=counts)
+        return bij.Chain([layer, affine])
 
     def _spline(self, parameters: Array) -> bij.AbstractBijection:
         """A spline from unconstrained parameters; all zero is the identity."""
