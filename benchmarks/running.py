@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from pavi.api import read_study
 from pavi.posterior import Posterior, seed_of
-from pavi.train import Inputs, Problem, State, chunk_runner, default_optimizers, early_rates, prepare
+from pavi.reading import read_study
+from pavi.schedule import early_rates
+from pavi.train import Inputs, Problem, State, chunk_runner, default_optimizers, prepare
 
 
 def start(model: Callable, data: dict, family: Any, batch: dict[str, int], particles: int = 8, seed: int = 0):

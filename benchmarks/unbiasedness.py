@@ -18,10 +18,10 @@ import numpyro.distributions as dist
 import pavi
 from pavi import data as observed_data
 from pavi import rows as row_ops
-from pavi.api import read_study
 from pavi.branch import Branch
 from pavi.elbo import reduced_elbo
 from pavi.families import Units
+from pavi.reading import read_study
 
 
 def nested() -> None:

@@ -11,11 +11,11 @@ import pytest
 from exact import gaussian
 
 import pavi
-from pavi.api import read_study
 from pavi.branch import draw_branch, fixed_branch
 from pavi.encodings import attention
 from pavi.encodings.set_encoder import contractions
 from pavi.families import Glimpse, looking
+from pavi.reading import read_study
 
 GROUPS, POINTS = 6, 4
 ENCODER = pavi.PAVI(encodings=pavi.SetEncoder(size=3, width=8, heads=2))

@@ -51,7 +51,7 @@ def test_missing_site():
 def test_empty_data_and_data_of_the_wrong_kind():
     fails(pavi.DataError, "empty", data={})
     with pytest.raises(pavi.DataError, match="expected a mapping"):
-        pavi.api.read_study(simple, X, (), None)  # beartype stops `fit` itself in tests
+        pavi.reading.read_study(simple, X, (), None)  # beartype stops `fit` itself in tests
     fails(pavi.DataError, "expected numbers", data={"x": np.array(["a", "b", "c", "d"])})
 
 

@@ -10,9 +10,9 @@ from pavi.families import PAVI
 from pavi.flows import MAF, Affine, Flow, PointMass, Spline
 from pavi.loading import load
 from pavi.posterior import Posterior
+from pavi.schedule import Stop
 from pavi.template import Plate, Site, Template
 from pavi.tracing import read_template
-from pavi.train import Stop
 
 __version__ = "0.1.0"
 

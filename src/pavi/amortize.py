@@ -24,7 +24,7 @@ import xarray as xr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from pavi import storage
-from pavi.api import Setting, check_batch, read_saved_template, read_study, refine, split_arguments, with_encoder
+from pavi.api import Setting, refine
 from pavi.branch import Branch, distinct
 from pavi.cascade import Study, cascade, draw_prior
 from pavi.compiling import quick_jit
@@ -32,9 +32,11 @@ from pavi.elbo import weigh
 from pavi.errors import LoadError, ModelError, SettingError
 from pavi.families import PAVI, Glimpse, Units, Weights
 from pavi.posterior import Posterior, seed_of
+from pavi.reading import check_batch, read_saved_template, read_study, split_arguments, with_encoder
+from pavi.schedule import Schedule, Stop
 from pavi.template import Template
 from pavi.tracing import read_template
-from pavi.train import Inputs, Schedule, State, Stop, default_optimizers, first_state, prior_units, report, train
+from pavi.train import Inputs, State, default_optimizers, first_state, prior_units, report, train
 
 # Members per plate of a simulated study, where the caller does not say.
 USUAL_BATCH = 20

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,22 +17,27 @@ import xarray as xr
 from jaxtyping import PRNGKeyArray
 
 from pavi import storage
-from pavi.branch import choose_batch
-from pavi.cascade import Hashable, Study
-from pavi.data import Observations, observe, sizes_of
-from pavi.encodings import SetEncoder
-from pavi.errors import DataError, LoadError, ModelError, PaviError, SettingError
+from pavi.cascade import Study
+from pavi.data import Observations
+from pavi.errors import LoadError, ModelError
 from pavi.families import PAVI, Family, Reading, Units, Weights
 from pavi.posterior import Posterior, seed_of
-from pavi.template import Kind, Level, Template
-from pavi.tracing import is_array, read_template, trace
-from pavi.train import Inputs, Problem, Schedule, Stop, Trained, default_optimizers, first_state, prepare, report, train
+from pavi.reading import check_batch, check_counts, members_per_step, read_saved_template, read_study, split_arguments
+from pavi.schedule import Schedule, Stop
+from pavi.starting import unconstrain, usual_starts
+from pavi.train import (
+    Inputs,
+    Problem,
+    Trained,
+    best_start,
+    default_optimizers,
+    first_state,
+    prepare,
+    report,
+    started_units,
+    train,
+)
 
-# Numbers a step touches by default: on a CPU enough to keep the cores busy, on an accelerator many more.
-CPU_BUDGET = 2**15
-ACCELERATOR_BUDGET = 2**20
-# A number of a latent costs about this many times what a number of data does: its flow has layers.
-FLOW_COST = 24
 # Fractions of the learning rate that are tried, one after the other, while steps fail.
 PACES = (1.0, 0.5, 0.125)
 # An update sees this many times the members per step that the fit saw.
@@ -207,6 +212,8 @@ def fit(
     steps: int | None = None,
     num_particles: int = 8,
     optimizer: optax.GradientTransformation | None = None,
+    init: Mapping[str, Any] | None = None,
+    starts: int | None = None,
     rng_key: int | PRNGKeyArray = 0,
     progress_bar: bool = True,
 ) -> Fit:
@@ -223,6 +230,10 @@ def fit(
         steps: how many training steps; by default until the ELBO has settled.
         num_particles: Monte Carlo samples per step.
         optimizer: an `optax.GradientTransformation` with its own learning rate, for all weights.
+        init: values around which the posterior of some latents starts, by site, each in the shape of one member.
+        starts: how many starting points to try for some steps, before the best one is trained on. By default one, and four
+            for a model with a latent made of several of what is observed (the components of a mixture): see
+            `pavi.starting`.
         rng_key: an int or a JAX key; the same key gives the same fit.
         progress_bar: show ELBO and steps per second while training.
 
@@ -242,10 +253,14 @@ def fit(
     """
     started = time.perf_counter()
     study, arguments, observations = read_study(model, data, model_args, model_kwargs)
-    _check_counts(steps, num_particles)
+    check_counts(steps, num_particles, starts)
     check_batch(study.template, batch)
     family = PAVI() if family is None else family
-    setting = Setting(family, batch, steps, num_particles, optimizer, seed_of(rng_key), progress_bar, started)
+    starts = usual_starts(study.template) if starts is None else starts
+    values = unconstrain(study, arguments, init or {}, observations.arrays)
+    setting = Setting(
+        family, batch, steps, num_particles, optimizer, seed_of(rng_key), progress_bar, started, starts, values
+    )
     return fit_study(study, arguments, observations, setting)
 
 
@@ -260,6 +275,8 @@ class Setting(NamedTuple):
     seed: np.ndarray
     progress_bar: bool
     started: float
+    starts: int = 1
+    values: Mapping[str, Any] = MappingProxyType({})
 
 
 def fit_study(study: Study, arguments: Any, observations: Observations, setting: Setting) -> Fit:
@@ -269,6 +286,11 @@ def fit_study(study: Study, arguments: Any, observations: Observations, setting:
     for pace in PACES:
         problem, schedule = _problem(study, setting, optimizers, pace == PACES[0], pace)
         inputs, state = prepare(problem, arguments, observations.arrays, setting.seed, schedule.short)
+        inputs = inputs._replace(units=started_units(problem, inputs, setting.seed, setting.values))
+        if setting.starts > 1:
+            inputs, state = best_start(
+                problem, inputs, state, setting.seed, setting.starts, schedule, setting.values, setting.progress_bar
+            )
         trained = train(problem, inputs, state, schedule, setting.started, setting.progress_bar)
         if trained.stop is not Stop.NON_FINITE:
             break
@@ -299,7 +321,7 @@ def refine(
 
 
 def _problem(study: Study, setting: Setting, optimizers: tuple, early: bool, pace: float) -> tuple[Problem, Schedule]:
-    chosen, load = _batch(study.template, setting.batch, setting.num_particles)
+    chosen, load = members_per_step(study.template, setting.batch, setting.num_particles)
     problem = Problem(study, setting.family, tuple(chosen.items()), setting.num_particles, *optimizers)
     decays = setting.optimizer is None
     return problem, Schedule(study.template, chosen, setting.steps, decays=decays, load=load, early=early, pace=pace)
@@ -346,103 +368,3 @@ def load_fit(path: str | os.PathLike, saved: Any, model: Callable) -> Fit:
         batch=saved["batch"],
         skipped=saved["skipped"],
     )
-
-
-def read_saved_template(
-    path: str | os.PathLike, model: Callable, observed: list[str], args: tuple, kwargs: dict, expected: str
-) -> Template:
-    """The template of the model given for a saved file; it must be the one that was saved."""
-    try:
-        template = read_template(model, observed, model_args=args, model_kwargs=kwargs)
-    except (TypeError, PaviError) as error:
-        raise LoadError(
-            f"What {str(path)!r} holds is of another model, with\n{expected}\nThe model given does not run as that one did: "
-            f"{error}"
-        ) from error
-    if str(template) != expected:
-        raise LoadError(
-            f"What {str(path)!r} holds is of another model. It was fitted with\n{expected}\n"
-            f"and the model given is\n{template}"
-        )
-    return template
-
-
-def read_study(
-    model: Callable, data: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None, resize: bool = False
-) -> tuple[Study, Any, Observations]:
-    """The study of a model and its data: (study, the arrays among the model's arguments, the checked data).
-
-    With `resize`, plates take their sizes from the data where the model states others.
-    """
-    if not isinstance(data, Mapping):
-        raise DataError(f"`data` is a {type(data).__name__}; expected a mapping from observed site to array, or a Dataset.")
-    if not data:
-        raise DataError("`data` is empty: name at least one observed site and its values.")
-    names = [str(name) for name in data]
-    template, supports = trace(model, names, tuple(model_args), model_kwargs)
-    static, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
-    if resize and not jax.tree.leaves(arguments):
-        template = template.resized(sizes_of(template, data))
-    return Study(model, template, static), arguments, observe(template, data, supports)
-
-
-def split_arguments(args: tuple, kwargs: dict) -> tuple[Hashable, Any]:
-    """Arguments that are not arrays, which the compiled step depends on, and those that are."""
-    arrays, static = eqx.partition((args, kwargs), is_array)
-    return Hashable(static), jax.tree.map(jnp.asarray, arrays)
-
-
-def _check_counts(steps: int | None, num_particles: int) -> None:
-    if steps is not None and steps < 1:
-        raise SettingError(f"steps={steps}: expected at least 1, or None to train until the ELBO has settled.")
-    if num_particles < 1:
-        raise SettingError(f"num_particles={num_particles}: expected at least 1.")
-
-
-def check_batch(template: Template, batch: Mapping[str, int] | None) -> None:
-    """Refuses members per step that the plates do not have."""
-    sizes = {plate.name: plate.size for plate in template.plates}
-    for plate, count in (batch or {}).items():
-        if plate not in sizes:
-            raise SettingError(f"batch names the plate {plate!r}, which the model does not have. Its plates: {list(sizes)}.")
-        if not 1 <= count <= sizes[plate]:
-            raise SettingError(f"batch[{plate!r}] = {count}: expected from 1 to the plate's size, {sizes[plate]}.")
-
-
-def with_encoder(family: Family | None, caller: str) -> PAVI:
-    """A family whose encodings are computed from data: the one given, checked, or the default one."""
-    family = PAVI(encodings=SetEncoder()) if family is None else family
-    if not isinstance(family, PAVI) or not isinstance(family.encodings, SetEncoder):
-        raise SettingError(
-            f"{caller}(family={family!r}): expected pavi.PAVI(encodings=pavi.SetEncoder(...)), whose encodings are computed "
-            "from data."
-        )
-    return family
-
-
-def usual_batch(template: Template) -> dict[str, int]:
-    """Members per step that a fit takes of each plate when it is not told."""
-    return _batch(template, None, 8)[0]
-
-
-def _batch(template: Template, batch: Mapping[str, int] | None, num_particles: int) -> tuple[dict[str, int], float]:
-    """Members per step for every plate: those asked for, and for the rest what a step can afford; what share that is."""
-    batch = dict(batch or {})
-    sizes = {plate.name: plate.size for plate in template.plates}
-    free = {plate: size for plate, size in sizes.items() if plate not in batch}
-    work = _work(template, batch)
-    budget = (CPU_BUDGET if jax.default_backend() == "cpu" else ACCELERATOR_BUDGET) // num_particles
-    chosen = {plate: batch.get(plate, 1) for plate in sizes} | (choose_batch(free, work, budget) if free else {})
-    return chosen, sum(_work(template, chosen).values()) / budget
-
-
-def _work(template: Template, batch: Mapping[str, int]) -> dict[Level, int]:
-    """Numbers a step touches, given members of some plates: per level of the remaining ones, for one member of it."""
-    work: dict[Level, int] = {}
-    for site in template.sites:
-        if site.kind is not Kind.DETERMINISTIC:
-            numbers = int(np.prod(site.member_shape, dtype=int)) + FLOW_COST * site.size
-            numbers *= math.prod(batch[plate] for plate in site.level if plate in batch)
-            level = tuple(plate for plate in site.level if plate not in batch)
-            work[level] = work.get(level, 0) + numbers
-    return work

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 from tqdm.auto import tqdm
 
-from pavi.api import Setting, check_batch, fit_study, split_arguments, usual_batch, with_encoder
+from pavi.api import Setting, fit_study
 from pavi.branch import fixed_branch
 from pavi.cascade import Study, cascade, draw_prior
 from pavi.data import Observations
@@ -22,6 +22,7 @@ from pavi.encodings import FreeEncodings
 from pavi.errors import SettingError
 from pavi.families import PAVI, Family
 from pavi.posterior import seed_of
+from pavi.reading import check_batch, split_arguments, usual_batch, with_encoder
 from pavi.tracing import read_template
 
 # Most members per plate of the small instance, and the share of them that a step sees at least.

@@ -183,7 +183,7 @@ class _Recorder(Messenger):
             msg["value"] = jnp.zeros(shape) if self.latents is None else self.latents[name]
         msg["is_observed"] = True
         record = _Record(kind, _frames(msg), shape, jnp.result_type(float), fn.event_dim, size, _describe(fn))
-        record.support = fn.support if kind is Kind.OBSERVED else None
+        record.support = fn.support
         record.masked = kind is Kind.OBSERVED and _is_masked(fn)
         log_prob = fn.log_prob(msg["value"])
         self._keep(msg, record, log_prob if msg["scale"] is None else log_prob * msg["scale"])
@@ -413,6 +413,13 @@ def _site(name: str, full: _Recorder, single: _Recorder, reach: Mapping) -> Site
         size=single.sites[name].size,
         parents=parents,
         distribution=record.distribution,
-        support="" if record.support is None else str(record.support),
+        support=_support_name(record.support),
         masked=record.masked,
     )
+
+
+def _support_name(support: constraints.Constraint | None) -> str:
+    """The support in words; bounds that the model computes from latents have no value yet."""
+    if support is None or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(support)):
+        return ""
+    return str(support)

@@ -3,10 +3,6 @@
 A step draws a branch, gathers the rows and the data of its members, differentiates the reduced ELBO, and writes back
 the shared weights and just those rows (paper, algorithm 2). Nothing in it grows with the study. Steps run in compiled
 chunks; the host sees a vector of ELBOs now and then.
-
-**Schedule.** The learning rate starts high, falls within some hundred steps to its full value, stays there until the
-ELBO has settled given its own noise, then decays to zero over as many steps again: the first part finds the optimum, the
-second removes the jitter around it.
 """
 
 from __future__ import annotations
@@ -20,8 +16,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from enum import Enum
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -34,36 +30,19 @@ from tqdm.auto import tqdm
 from pavi import data as observed_data
 from pavi import rows as row_ops
 from pavi.branch import draw_branch, fixed_branch
-from pavi.cascade import Study, cascade, draw_prior
+from pavi.cascade import Draw, Prior, Study, cascade, draw_prior
 from pavi.compiling import quick_jit, quick_options
 from pavi.elbo import reduced_elbo
 from pavi.errors import TrainingError
 from pavi.families import Family, Glimpse, Units, Weights
-from pavi.template import Level, Template
+from pavi.schedule import LONGEST_CHUNK, Schedule, Stop, early_rates
+from pavi.starting import SCORED_STEPS, TRIAL_STEPS, other_start
+from pavi.template import Level, Site, Template
 
 # Adam with a short memory of squared gradients: they fall by orders of magnitude as the posterior narrows.
 ADAM = optax.scale_by_adam(b1=0.9, b2=0.95)
 SHARED_RATE = 5e-3
-# The rate starts this many times higher, and falls by a factor e in this many steps.
-EARLY_RATE, EARLY_STEPS = 4.0, 100
-LONGEST_CHUNK = 1000
-SHORTEST_CHUNK = 50
-# Without `steps`: a row is visited at least this often at the full rate, and at most this often in all.
-FEWEST_VISITS = 40
-MOST_VISITS = 10_000
 PRIOR_DRAWS = 256
-# A fit of at least this many steps is worth full compilation.
-LONG_FIT = 10_000
-
-
-class Stop(Enum):
-    """Why a fit ended, and what to do about it."""
-
-    SETTLED = "the ELBO settled: no gain beyond its own noise; the learning rate was then decayed to zero"
-    STEPS = "all the steps asked for were taken"
-    LIMIT = "the ELBO was still rising when the step limit called for the decay; pass `steps` to train longer"
-    INTERRUPTED = "interrupted from the keyboard; this is the fit so far"
-    NON_FINITE = "most steps had a gradient that was not finite; look for overflow or invalid parameters in the model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +98,9 @@ def default_optimizers(row_rate: float) -> tuple[optax.GradientTransformation, o
     return optax.chain(ADAM, optax.scale(-SHARED_RATE)), optax.chain(ADAM, optax.scale(-row_rate * SHARED_RATE))
 
 
-def init(problem: Problem, data: Mapping[str, Array], seed: np.ndarray) -> State:
-    """The state before the first step. `seed` is the data of a JAX key."""
-    weights = problem.family.init(problem.template, np.random.default_rng(seed), data, problem.whole)
+def init(problem: Problem, data: Mapping[str, Array], seed: np.ndarray, start: int = 0) -> State:
+    """The state before the first step. `seed` is the data of a JAX key; other starts have other weights."""
+    weights = problem.family.init(problem.template, np.random.default_rng([*seed, start]), data, problem.whole)
     return first_state(problem.optimizer, problem.row_optimizer, weights, seed)
 
 
@@ -144,7 +123,7 @@ def prepare(problem: Problem, arguments: Any, data: dict[str, Array], seed: np.n
     zeros = {site.name: np.zeros(site.size, jnp.result_type(float)) for site in problem.template.latents}
     measured = problem.family.measure(problem.template, data, arguments)
     with ThreadPoolExecutor(1) as pool:
-        compiling = pool.submit(_draw_prior.lower(problem.study, arguments, data, seed).compile)
+        compiling = pool.submit(draws_of_prior.lower(problem.study, arguments, data, seed, {}).compile)
         state = init(problem, data, seed)
         inputs = Inputs(arguments, data, Units(zeros, zeros) | measured)
         chunk_runner(quick).lower(problem, inputs, state, np.zeros(LONGEST_CHUNK, np.float32), np.int32(0))
@@ -152,29 +131,42 @@ def prepare(problem: Problem, arguments: Any, data: dict[str, Array], seed: np.n
     return inputs._replace(units=prior_units(problem.study, arguments, data, seed) | measured), state
 
 
-def prior_units(study: Study, arguments: Any, data: dict[str, Array], seed: np.ndarray) -> Units:
-    """Center and spread of each latent, by drawing from the prior for a few members spread over the plates."""
-    draws = _draw_prior(study, arguments, data, seed)
+def prior_units(
+    study: Study, arguments: Any, data: dict[str, Array], seed: np.ndarray, values: Mapping[str, Any] = MappingProxyType({})
+) -> Units:
+    """Center and spread of each latent, by drawing from the prior for a few members spread over the plates.
+
+    Sites with given `values` are centered there, and the others where the prior puts them then.
+    """
+    draws = draws_of_prior(study, arguments, data, seed, dict(values))
     center, spread = {}, {}
-    for name, values in draws.items():
-        low, middle, high = np.nanquantile(np.asarray(values), [0.16, 0.5, 0.84], axis=0)
+    for name, drawn in draws.items():
+        low, middle, high = np.nanquantile(np.asarray(drawn), [0.16, 0.5, 0.84], axis=0)
         half = (high - low) / 2
         usable = np.isfinite(half) & (half > 0)
-        center[name] = np.where(np.isfinite(middle), middle, 0.0).astype(values.dtype)
-        spread[name] = np.where(usable, half, 1.0).astype(values.dtype)
+        center[name] = np.where(np.isfinite(middle), middle, 0.0).astype(drawn.dtype)
+        spread[name] = np.where(usable, half, 1.0).astype(drawn.dtype)
     return Units(center, spread)
 
 
 @quick_jit(static_argnums=(0,))
-def _draw_prior(study: Study, arguments: Any, data: dict[str, Array], seed: Array) -> dict[str, Array]:
+def draws_of_prior(
+    study: Study, arguments: Any, data: dict[str, Array], seed: Array, values: dict[str, Array]
+) -> dict[str, Array]:
+    """Unconstrained draws of every latent from the prior, with some sites held at given values."""
     template = study.template
+
+    def sampler(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
+        if site.name in values:
+            return Draw(values[site.name], None, values[site.name])
+        return draw_prior(site, prior, encoding, given, key)
 
     def one(k: Int[Array, ""]) -> dict[str, Array]:
         indices = {plate.name: (k * plate.size // PRIOR_DRAWS)[None] for plate in template.plates}
         branch = fixed_branch(indices)
         sliced = observed_data.at_branch(template, data, branch, frozenset()) if data else {}
         key = jax.random.fold_in(jax.random.wrap_key_data(seed), k)
-        found = cascade(study, arguments, draw_prior, {}, branch, sliced, key, predict=not data)
+        found = cascade(study, arguments, sampler, {}, branch, sliced, key, predict=not data)
         return {name: value.reshape(-1) for name, value in found.unconstrained.items()}
 
     return jax.vmap(one)(jnp.arange(PRIOR_DRAWS))
@@ -263,87 +255,48 @@ def chunk_runner(quick: bool) -> Any:
     return jax.jit(_run_chunk, static_argnums=0, donate_argnums=2, compiler_options=options)
 
 
-def early_rates(steps: np.ndarray) -> Float[np.ndarray, " steps"]:
-    """Rates before any decay, as fractions of the full rate: far from the optimum, noise matters less than pace."""
-    return (1 + (EARLY_RATE - 1) * np.exp(-steps / EARLY_STEPS)).astype(np.float32)
+def started_units(problem: Problem, inputs: Inputs, seed: np.ndarray, values: Mapping[str, Any]) -> Units:
+    """Units around given unconstrained values of some sites: the prior's, given these values for the other sites."""
+    if not values:
+        return inputs.units
+    values = {name: np.asarray(value, inputs.units.center[name].dtype).reshape(-1) for name, value in values.items()}
+    given = prior_units(problem.study, inputs.arguments, inputs.data, seed, values)
+    held = Units(values, {name: inputs.units.spread[name] for name in values})
+    return inputs.units | given | held
 
 
-class Schedule:
-    """Decides the learning rate of the coming steps and when to stop. Rates are fractions of the full rate."""
+def best_start(
+    problem: Problem,
+    inputs: Inputs,
+    state: State,
+    seed: np.ndarray,
+    starts: int,
+    schedule: Schedule,
+    fixed: Mapping[str, Any],
+    progress_bar: bool,
+) -> tuple[Inputs, State]:
+    """Trains from several starts for some steps, on the same branches; the inputs and state of the best.
 
-    def __init__(
-        self,
-        template: Template,
-        batch: dict[str, int],
-        steps: int | None,
-        decays: bool,
-        load: float,
-        early: bool = True,
-        pace: float = 1.0,
-    ):
-        """`load` is how much of the work a step may do it does: small steps are cheap, so more of them are taken.
-
-        Without `early` the rates do not start high: for training that goes on from an earlier one. All rates are
-        multiplied by `pace`.
-        """
-        self.early, self.pace = early, pace
-        epochs = [np.prod([template.plate(p).size / batch[p] for p in level]) for level in template.levels]
-        self.fewest = int(FEWEST_VISITS * max(epochs, default=1)) + int(300 / np.clip(load, 0.2, 1.0))
-        self.limit = max(int(MOST_VISITS * max(epochs, default=1)), 2 * self.fewest) if steps is None else steps
-        self.tolerance = max(0.02, 1e-3 * template.num_latents / max(epochs, default=1))  # nats
-        self.decays = decays
-        self.asked = steps is not None
-        self.reason = Stop.STEPS
-        # Where the decay starts and ends, once known.
-        self.decay = (int(0.4 * self.limit), self.limit) if self.asked else None
-        self.stop: Stop | None = None
-
-    @property
-    def short(self) -> bool:
-        """Whether the fit will likely be over before full compilation would have paid."""
-        return (self.limit if self.asked else 2 * self.fewest) < LONG_FIT
-
-    @property
-    def total(self) -> int | None:
-        return self.decay[1] if self.decay else None
-
-    def rates(self, start: int) -> Float[np.ndarray, " steps"]:
-        """Rates of the next chunk of steps; its length is how many to take."""
-        end = int(min(start + max(SHORTEST_CHUNK, start // 10), start + LONGEST_CHUNK, self.total or np.inf))
-        steps = np.arange(start, end)
-        steady = np.full(len(steps), self.pace, np.float32)
-        if not self.decays:
-            return steady
-        rates = self.pace * early_rates(steps) if self.early else steady
-        if self.decay is None:
-            return rates
-        begin, finish = self.decay
-        progress = np.clip((steps - begin) / max(finish - begin, 1), 0.0, 1.0)
-        return (rates * 0.5 * (1 + np.cos(np.pi * progress))).astype(np.float32)
-
-    def update(self, elbos: list[np.ndarray]) -> None:
-        """Looks at all ELBOs so far; sets `stop` when it is time."""
-        taken = sum(len(chunk) for chunk in elbos)
-        if self.decay is None and taken >= self.fewest:
-            settled = self._settled(np.concatenate(elbos))
-            if settled or taken >= self.limit // 2:
-                # With an optimizer of the caller's own, its learning rate is the caller's business.
-                self.decay = (taken, 2 * taken if self.decays else taken)
-                self.reason = Stop.SETTLED if settled else Stop.LIMIT
-        if self.decay is not None and taken >= self.decay[1]:
-            self.stop = self.reason
-
-    def _settled(self, elbos: np.ndarray) -> bool:
-        """Whether the last third of the run gained no more over the third before it than noise would explain."""
-        window = len(elbos) // 3
-        recent = elbos[-2 * window :]
-        # A rare draw far off its posterior says nothing of the trend.
-        middle = np.nanmedian(recent)
-        recent = np.maximum(recent, middle - 20 * np.nanmedian(np.abs(recent - middle)))
-        before, latest = recent[:window], recent[window:]
-        # Differences of neighbours measure the noise free of the trend.
-        noise = np.sqrt(0.5 * np.nanmean(np.diff(recent) ** 2) * 2 / window)
-        return bool(np.nanmean(latest) - np.nanmean(before) < noise + self.tolerance)
+    Args:
+        fixed: values that the caller chose, which every start shares.
+    """
+    rates = np.zeros(LONGEST_CHUNK, np.float32)
+    rates[:TRIAL_STEPS] = schedule.pace * early_rates(np.arange(TRIAL_STEPS)) if schedule.decays else 1.0
+    draws = draws_of_prior(problem.study, inputs.arguments, inputs.data, seed, {})
+    run = chunk_runner(schedule.short)
+    best: tuple[float, Inputs, State] | None = None
+    for number in tqdm(range(starts), disable=not progress_bar, desc="starts", leave=False, dynamic_ncols=True):
+        tried = inputs
+        if number:
+            values = {**other_start(problem.template, inputs.data, draws, number), **fixed}
+            tried = inputs._replace(units=started_units(problem, inputs, seed, values))
+            state = init(problem, inputs.data, seed, number)
+        state, elbos = run(problem, tried, state, rates, np.int32(TRIAL_STEPS))
+        score = float(np.nan_to_num(np.asarray(elbos)[TRIAL_STEPS - SCORED_STEPS : TRIAL_STEPS], nan=-np.inf).mean())
+        if best is None or score > best[0]:
+            best = score, tried, state
+    assert best is not None
+    return best[1], best[2]
 
 
 class Trained(NamedTuple):

@@ -73,7 +73,9 @@ class Known(NamedTuple):
     def seen(self, counts: Sequence[int]) -> Float[Array, "*members seen"]:
         """What networks see; `counts` says which moments are counts."""
         where = np.array(counts, int)
-        moments = self.moments.at[..., where].set(COUNT_GAIN * jnp.exp(-self.moments[..., where])) if counts else self.moments
+        moments = (
+            self.moments.at[..., where].set(COUNT_GAIN * jnp.exp(-self.moments[..., where])) if counts else self.moments
+        )
         return jnp.concatenate([_squashed(moments), self.features], -1)
 
 

@@ -51,7 +51,9 @@ def encode_study(
             run = _Tiled(encoder, study, number, k, inputs)
             each = template.plate(step.plate).size * _numbers(encoder, site.member_shape)
             known[step.target] = run.over(step.target, {step.target: each}, known.get(step.source))
-        found[site.name] = {level: Known(*map(jnp.asarray, each)) for level, each in known.items() if level in template.levels}
+        found[site.name] = {
+            level: Known(*map(jnp.asarray, each)) for level, each in known.items() if level in template.levels
+        }
     return encoder.encodings(template, found)
 
 

@@ -1,0 +1,127 @@
+"""Where a fit starts, and which of several starts is worth going on with.
+
+Models with several like components (mixtures) have many optima, in most of which two components share a cluster and
+another has none. So a fit may be started several times; every start trains for some steps on the same branches with the
+same noise, and the one with the best ELBO goes on. The first start is at the prior's center. The others are at centers of
+clusters of the data (k-means, each with its own random choices) for a latent that is made of *several of what is
+observed*, and at draws from the prior for the other latents outside of plates.
+
+Flows work in units whose center a start can choose: the posterior then starts around it. The latents below start where
+the prior puts them given these values.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+from scipy.cluster.vq import kmeans2
+
+from pavi.branch import fixed_branch
+from pavi.cascade import Draw, Prior, Study, cascade, draw_prior
+from pavi.data import at_branch
+from pavi.errors import SettingError
+from pavi.template import Site, Template
+
+# Starts of a model that looks like a mixture, where the caller does not say.
+USUAL_STARTS = 4
+# Steps by which starts are compared, and of these the last ones that count.
+TRIAL_STEPS, SCORED_STEPS = 200, 50
+# Observed elements that k-means looks at.
+MOST_CLUSTERED = 20_000
+CLUSTER_ROUNDS = 20
+
+
+def components(template: Template) -> dict[str, str]:
+    """Latents outside of plates that are made of several of what is observed, each with the observed site."""
+    found = {}
+    for latent in template.latents:
+        for observed in template.observed:
+            tail = latent.member_shape[1:]
+            real = "Real()" in latent.support and "Real()" in observed.support
+            if not latent.level and tail and latent.member_shape[0] > 1 and real and _ends_with(observed, tail):
+                found[latent.name] = observed.name
+    return found
+
+
+def usual_starts(template: Template) -> int:
+    """How often a fit is started when it is not told."""
+    return USUAL_STARTS if components(template) else 1
+
+
+def unconstrain(study: Study, arguments: Any, init: Mapping[str, Any], data: Mapping[str, Array]) -> dict[str, Array]:
+    """Starting values that the caller gave by site, checked and mapped to unconstrained space."""
+    known = {site.name: site for site in study.template.latents}
+    for name, value in init.items():
+        if name not in known:
+            raise SettingError(
+                f"init names {name!r}, which is no latent site of the model. Its latent sites: {list(known)}."
+            )
+        if np.shape(value) not in (known[name].member_shape, known[name].display_shape):
+            raise SettingError(
+                f"init[{name!r}] has shape {np.shape(value)}: expected that of one member, {known[name].display_shape}. All "
+                "members of a plate start at the same value."
+            )
+    given = {name: jnp.asarray(value, jnp.result_type(float)) for name, value in init.items()}
+
+    def sampler(site: Site, prior: Prior, encoding: Any, before: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
+        if site.name not in given:
+            return draw_prior(site, prior, encoding, before, key)
+        value = prior.transform.inv(given[site.name].reshape(prior.fn.shape())).reshape(-1)
+        return Draw(value, None, value)
+
+    @jax.jit
+    def first_members(arguments: Any, data: Mapping[str, Array]) -> dict[str, Array]:
+        branch = fixed_branch({plate.name: jnp.zeros(1, jnp.int32) for plate in study.template.plates})
+        sliced = at_branch(study.template, data, branch, frozenset())
+        return cascade(study, arguments, sampler, {}, branch, sliced, jax.random.key(0)).unconstrained
+
+    found = first_members(arguments, dict(data)) if init else {}
+    values = {name: found[name].reshape(-1) for name in init}
+    for name, value in values.items():
+        if not np.isfinite(value).all():
+            raise SettingError(f"init[{name!r}] is not inside the support of its prior, {known[name].distribution}.")
+    return values
+
+
+def other_start(template: Template, data: Mapping[str, Array], draws: Mapping[str, Array], number: int) -> dict[str, Any]:
+    """Unconstrained values of the latents outside of plates for the `number`-th start after the first.
+
+    Args:
+        draws: draws of every latent from the prior, one axis in front.
+    """
+    clustered = components(template)
+    values: dict[str, Any] = {}
+    for site in template.latents:
+        if site.name in clustered:
+            values[site.name] = _cluster_centers(site, np.asarray(elements(data[clustered[site.name]], site)), number)
+        elif not site.level and not clustered:
+            values[site.name] = np.asarray(draws[site.name][number])
+    return values
+
+
+def elements(array: Array, site: Site) -> Array:
+    """Some observed elements in the shape of one component of a latent, spread evenly over the study."""
+    numbers = math.prod(site.member_shape[1:])
+    total = array.size // numbers
+    # Strides that share no factor with the axes would do as well; rows in order are cheapest to read.
+    lead = array.shape[0]
+    return array.reshape(lead, -1, numbers)[:, :: max(1, total // MOST_CLUSTERED)].reshape(-1, numbers)
+
+
+def _cluster_centers(site: Site, points: np.ndarray, seed: int) -> np.ndarray:
+    with warnings.catch_warnings():  # an empty cluster keeps its first center, which is a point as well
+        warnings.simplefilter("ignore", UserWarning)
+        centers, _ = kmeans2(points.astype(np.float64), site.member_shape[0], CLUSTER_ROUNDS, minit="++", rng=seed)
+    return centers.reshape(-1)
+
+
+def _ends_with(observed: Site, tail: tuple[int, ...]) -> bool:
+    shape = observed.member_shape
+    return len(shape) >= len(tail) and shape[len(shape) - len(tail) :] == tail

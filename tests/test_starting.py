@@ -1,0 +1,99 @@
+"""Where fits start: components of mixtures at clusters of the data, given values, and the choice among starts."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+import pavi
+from pavi.starting import components, usual_starts
+
+CENTERS = np.array([[-4.0, 0.0], [0.0, 3.0], [4.0, -2.0]])
+
+
+def mixture():
+    centers = numpyro.sample("centers", dist.Normal(jnp.zeros((3, 2)), 4.0).to_event(2))
+    with numpyro.plate("group", 8, dim=-2):
+        means = numpyro.sample("means", dist.Normal(centers, 0.5).to_event(2))
+        with numpyro.plate("point", 15, dim=-1):
+            each = dist.Normal(means, 0.3).to_event(1)
+            numpyro.sample("x", dist.MixtureSameFamily(dist.Categorical(probs=jnp.ones(3) / 3), each))
+
+
+def simulate(seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    means = CENTERS + 0.5 * rng.normal(size=(8, 3, 2))
+    label = rng.integers(0, 3, size=(8, 15))
+    drawn = np.take_along_axis(means, label[..., None], 1) + 0.3 * rng.normal(size=(8, 15, 2))
+    return drawn.astype(np.float32)
+
+
+def farthest(centers: np.ndarray) -> float:
+    """The distance from a true center to the nearest one found, for the worst of them."""
+    return np.linalg.norm(CENTERS[:, None] - centers, axis=-1).min(1).max()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_mixture_finds_all_its_components(seed):
+    fit = pavi.fit(mixture, {"x": simulate(seed)}, steps=600, rng_key=seed, progress_bar=False)
+    assert farthest(fit.moments(sites=["centers"])["centers"].values[0]) < 0.6
+
+
+def test_a_start_is_where_it_was_asked_for():
+    x = simulate(0)
+    fit = pavi.fit(mixture, {"x": x}, init={"centers": CENTERS}, starts=1, steps=1, progress_bar=False)
+    moments = fit.moments(num_samples=300)
+    np.testing.assert_allclose(moments["centers"].values[0], CENTERS, atol=1.0)
+    # Latents below start where the prior puts them, given their parents.
+    np.testing.assert_allclose(moments["means"].values[0].mean(0), CENTERS, atol=1.0)
+
+
+def test_positive_sites_start_in_their_own_space():
+    def model():
+        scale = numpyro.sample("scale", dist.LogNormal(0.0, 2.0))
+        with numpyro.plate("item", 5):
+            numpyro.sample("x", dist.Normal(0.0, scale))
+
+    fit = pavi.fit(model, {"x": np.ones(5)}, init={"scale": 7.0}, steps=1, progress_bar=False)
+    assert 4 < float(fit.sample(200)["scale"].median()) < 11
+    with pytest.raises(pavi.SettingError, match="support"):
+        pavi.fit(model, {"x": np.ones(5)}, init={"scale": -7.0}, steps=1, progress_bar=False)
+
+
+def test_which_models_look_like_mixtures():
+    template = pavi.read_template(mixture, ["x"])
+    assert components(template) == {"centers": "x"}
+    assert usual_starts(template) > 1
+
+    def plain():
+        mu = numpyro.sample("mu", dist.Normal(jnp.zeros(2), 1).to_event(1))
+        spread = numpyro.sample("spread", dist.LogNormal(jnp.zeros((3, 2)), 1).to_event(2))
+        with numpyro.plate("item", 5):
+            numpyro.sample("x", dist.Normal(mu, spread.mean()).to_event(1))
+
+    assert usual_starts(pavi.read_template(plain, ["x"])) == 1
+
+
+def test_bad_starts_are_refused():
+    x = simulate(0)
+    with pytest.raises(pavi.SettingError, match="'center'.*'centers', 'means'"):
+        pavi.fit(mixture, {"x": x}, init={"center": CENTERS}, progress_bar=False)
+    with pytest.raises(pavi.SettingError, match=r"\(2, 3\).*\(3, 2\)"):
+        pavi.fit(mixture, {"x": x}, init={"centers": CENTERS.T}, progress_bar=False)
+    with pytest.raises(pavi.SettingError, match="starts=0"):
+        pavi.fit(mixture, {"x": x}, starts=0, progress_bar=False)
+
+
+def test_the_best_of_several_prior_draws():
+    """A posterior with two peaks, one far higher: some start finds it."""
+
+    def model():
+        place = numpyro.sample("place", dist.Normal(0.0, 5.0))
+        with numpyro.plate("item", 20):
+            numpyro.sample("x", dist.Normal(jnp.where(place > 3.0, 2.0, 0.1 * place), 0.3))
+
+    fit = pavi.fit(model, {"x": np.full(20, 2.0)}, starts=8, steps=300, progress_bar=False)
+    assert float(fit.sample(200)["place"].median()) > 3.0
