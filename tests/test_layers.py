@@ -7,6 +7,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "pavi"
 
 ORDER = [
     "errors",
+    "models",
     "compiling",
     "packing",
     "template",

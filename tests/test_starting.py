@@ -79,7 +79,7 @@ def test_which_models_look_like_mixtures():
 
 def test_bad_starts_are_refused():
     x = simulate(0)
-    with pytest.raises(pavi.SettingError, match="'center'.*'centers', 'means'"):
+    with pytest.raises(pavi.SettingError, match=r"'center'.*'centers', 'means'"):
         pavi.fit(mixture, {"x": x}, init={"center": CENTERS}, progress_bar=False)
     with pytest.raises(pavi.SettingError, match=r"\(2, 3\).*\(3, 2\)"):
         pavi.fit(mixture, {"x": x}, init={"centers": CENTERS.T}, progress_bar=False)

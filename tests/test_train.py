@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import pavi
-from pavi import train as training
+from pavi.schedule import EARLY_RATE, Schedule
 
 X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 
@@ -110,8 +110,8 @@ def wide():
 
     @dataclasses.dataclass(frozen=True)
     class Wide(pavi.Affine):
-        def build(self, rng, dim, cond_dim):
-            built = super().build(rng, dim, cond_dim)
+        def build(self, rng, dim, cond_dim, counts=0):
+            built = super().build(rng, dim, cond_dim, counts)
             bias = built.conditioner.linear.bias
             bias[dim : 2 * dim] = -3.0
             return built
@@ -160,7 +160,7 @@ def test_stopping_waits_for_a_slow_rise_and_not_for_noise():
     rng = np.random.default_rng(0)
 
     def stops(trend):
-        schedule = training.Schedule(template, {"group": 6, "point": 4}, None, decays=True, load=1.0)
+        schedule = Schedule(template, {"group": 6, "point": 4}, None, decays=True, load=1.0)
         elbos, taken = [], 0
         while schedule.decay is None and taken < 4000:
             count = len(schedule.rates(taken))
@@ -175,11 +175,11 @@ def test_stopping_waits_for_a_slow_rise_and_not_for_noise():
 
 def test_the_rate_decays_to_zero():
     template = pavi.read_template(Counting(), ["x"])
-    schedule = training.Schedule(template, {"group": 6, "point": 4}, 1000, decays=True, load=1.0)
+    schedule = Schedule(template, {"group": 6, "point": 4}, 1000, decays=True, load=1.0)
     rates = []
     while len(rates) < 1000:
         rates += schedule.rates(len(rates)).tolist()
-    assert rates[0] == training.EARLY_RATE
+    assert rates[0] == EARLY_RATE
     assert rates[-1] < 1e-4
     assert (np.diff(rates) <= 0).all()
 

@@ -1,6 +1,6 @@
 """Plate-amortized variational inference for NumPyro models of large populations."""
 
-from pavi import baselines, plots
+from pavi import baselines, models, plots
 from pavi.amortize import Amortized, amortize
 from pavi.api import Fit, fit
 from pavi.diagnostics import BiasCheck, bias_check
@@ -44,6 +44,7 @@ __all__ = [
     "bias_check",
     "fit",
     "load",
+    "models",
     "plots",
     "read_template",
 ]

@@ -7,7 +7,6 @@ kept beside it and label the results.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -23,6 +22,10 @@ from pavi.branch import Branch
 from pavi.errors import DataError
 from pavi.template import Level, Site, Template
 from pavi.tracing import data_name
+
+# Members on which summaries are fitted; data of more numbers than this are summarized where they are.
+MOST_MEASURED = 10_000
+MOST_ON_HOST = 2**22
 
 
 class Observations(NamedTuple):
@@ -79,31 +82,57 @@ def at_branch(template: Template, arrays: Mapping[str, Array], branch: Branch, w
     }
 
 
-def summarize(template: Template, arrays: Mapping[str, Any], level: Level, size: int) -> np.ndarray:
+def summarize(template: Template, arrays: Mapping[str, Any], level: Level, size: int) -> Any:
     """What the data say of each member of a level, in at most `size` standardized numbers: an array (*sizes, numbers).
 
     Means over the other plates of every observed site that the level's members have a part of; their leading principal
-    components where there are more than `size`.
+    components where there are more than `size`. The map is found on some members. Large data are never copied: they are
+    mapped where they are, a slice of the first plate at a time.
     """
-    means = []
     sizes = template.sizes(level)
+    means = []
     for site in template.observed if level else ():
         if set(level) <= set(site.level):
             others = tuple(k for k, plate in enumerate(site.level) if plate not in level)
-            means.append(np.asarray(arrays[site.name]).mean(others, dtype=np.float32).reshape(*sizes, -1))
+            array = arrays[site.name]
+            array = array if array.size > MOST_ON_HOST else np.asarray(array)
+            means.append((array.mean(others, dtype=np.float32) if others else array).reshape(*sizes, -1))
     if not means:
         return np.zeros((*sizes, 0), np.float32)
-    features = _standardized(np.concatenate(means, -1).reshape(math.prod(sizes), -1))
-    if features.shape[1] > size:
-        some = features[:: max(1, len(features) // 10_000)]
-        _, _, components = np.linalg.svd(some, full_matrices=False)
-        features = _standardized(features @ components[:size].T)
-    return features.reshape(*sizes, -1)
+    place = np.ix_(*spread_evenly(sizes, MOST_MEASURED))
+    some = np.concatenate([np.asarray(mean[place], np.float32).reshape(-1, mean.shape[-1]) for mean in means], -1)
+    center, spread = some.mean(0), some.std(0)
+    matrix = np.diag(np.where(spread > 1e-6, 1 / np.maximum(spread, 1e-6), 0.0))
+    if some.shape[1] > size:
+        _, _, components = np.linalg.svd((some - center) @ matrix, full_matrices=False)
+        matrix = matrix @ components[:size].T
+        spread = ((some - center) @ matrix).std(0)
+        matrix = matrix * np.where(spread > 1e-6, 1 / np.maximum(spread, 1e-6), 0.0)
+    matrix, offset = matrix.astype(np.float32), (-center @ matrix).astype(np.float32)
+    if all(isinstance(mean, np.ndarray) for mean in means):
+        return np.concatenate(means, -1).astype(np.float32) @ matrix + offset
+    return _project([jnp.asarray(mean) for mean in means], matrix, offset)
 
 
-def _standardized(features: np.ndarray) -> np.ndarray:
-    spread = features.std(0)
-    return np.where(spread > 1e-6, (features - features.mean(0)) / np.where(spread > 1e-6, spread, 1.0), 0.0)
+@jax.jit
+def _project(means: list[Array], matrix: Array, offset: Array) -> Array:
+    def one(parts: list[Array]) -> Array:
+        return jnp.concatenate(parts, -1).astype(jnp.float32) @ matrix + offset
+
+    return jax.lax.map(one, means)
+
+
+def spread_evenly(sizes: tuple[int, ...], most: int) -> tuple[np.ndarray, ...]:
+    """Indices along each axis, evenly spread, whose product has about `most` members or all."""
+    chosen: list[np.ndarray] = []
+    left, axes = most, sorted(range(len(sizes)), key=lambda axis: sizes[axis])
+    counts = {}
+    for k, axis in enumerate(axes):
+        counts[axis] = max(1, min(sizes[axis], int(left ** (1 / (len(axes) - k)))))
+        left = max(1, left // counts[axis])
+    for axis, size in enumerate(sizes):
+        chosen.append(np.arange(counts[axis]) * size // counts[axis])
+    return tuple(chosen)
 
 
 def _named(template: Template, site: Site, value: xr.DataArray) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -157,7 +186,7 @@ def _check_values(site: Site, array: Any, support: constraints.Constraint | None
             )
     if support is None or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(support)):
         return
-    outside = int((~np.asarray(support(array))).sum())
+    outside = int((~xp.asarray(support(array))).sum())
     if outside:
         raise DataError(
             f"Data of site {site.name!r} has {outside} value(s) outside the support of {site.distribution} ({support}). "

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from scipy.cluster.vq import kmeans2
 
 from pavi.branch import fixed_branch
 from pavi.cascade import Draw, Prior, Study, cascade, draw_prior
-from pavi.data import at_branch
+from pavi.data import at_branch, spread_evenly
 from pavi.errors import SettingError
 from pavi.template import Site, Template
 
@@ -35,7 +35,15 @@ USUAL_STARTS = 4
 TRIAL_STEPS, SCORED_STEPS = 200, 50
 # Observed elements that k-means looks at.
 MOST_CLUSTERED = 20_000
+MOST_AVERAGED = 256
 CLUSTER_ROUNDS = 20
+
+
+class Start(NamedTuple):
+    """Where a latent starts, in unconstrained space, and the spread it is measured by (at most the prior's)."""
+
+    value: Any
+    spread: float = np.inf
 
 
 def components(template: Template) -> dict[str, str]:
@@ -55,7 +63,7 @@ def usual_starts(template: Template) -> int:
     return USUAL_STARTS if components(template) else 1
 
 
-def unconstrain(study: Study, arguments: Any, init: Mapping[str, Any], data: Mapping[str, Array]) -> dict[str, Array]:
+def unconstrain(study: Study, arguments: Any, init: Mapping[str, Any], data: Mapping[str, Array]) -> dict[str, Start]:
     """Starting values that the caller gave by site, checked and mapped to unconstrained space."""
     known = {site.name: site for site in study.template.latents}
     for name, value in init.items():
@@ -83,43 +91,53 @@ def unconstrain(study: Study, arguments: Any, init: Mapping[str, Any], data: Map
         return cascade(study, arguments, sampler, {}, branch, sliced, jax.random.key(0)).unconstrained
 
     found = first_members(arguments, dict(data)) if init else {}
-    values = {name: found[name].reshape(-1) for name in init}
-    for name, value in values.items():
-        if not np.isfinite(value).all():
+    values = {name: Start(found[name].reshape(-1)) for name in init}
+    for name, start in values.items():
+        if not np.isfinite(start.value).all():
             raise SettingError(f"init[{name!r}] is not inside the support of its prior, {known[name].distribution}.")
     return values
 
 
-def other_start(template: Template, data: Mapping[str, Array], draws: Mapping[str, Array], number: int) -> dict[str, Any]:
-    """Unconstrained values of the latents outside of plates for the `number`-th start after the first.
+def other_start(template: Template, data: Mapping[str, Array], draws: Mapping[str, Array], number: int) -> dict[str, Start]:
+    """Where latents outside of plates start, for the `number`-th start after the first.
 
     Args:
         draws: draws of every latent from the prior, one axis in front.
     """
     clustered = components(template)
-    values: dict[str, Any] = {}
+    values: dict[str, Start] = {}
     for site in template.latents:
         if site.name in clustered:
-            values[site.name] = _cluster_centers(site, np.asarray(elements(data[clustered[site.name]], site)), number)
+            observed = template.site(clustered[site.name])
+            values[site.name] = _clusters(site, _points(observed, data[observed.name], site, number), number)
         elif not site.level and not clustered:
-            values[site.name] = np.asarray(draws[site.name][number])
+            values[site.name] = Start(np.asarray(draws[site.name][number]))
     return values
 
 
-def elements(array: Array, site: Site) -> Array:
-    """Some observed elements in the shape of one component of a latent, spread evenly over the study."""
-    numbers = math.prod(site.member_shape[1:])
-    total = array.size // numbers
-    # Strides that share no factor with the axes would do as well; rows in order are cheapest to read.
-    lead = array.shape[0]
-    return array.reshape(lead, -1, numbers)[:, :: max(1, total // MOST_CLUSTERED)].reshape(-1, numbers)
+def _points(observed: Site, array: Array, site: Site, number: int) -> np.ndarray:
+    """What is clustered in a start: observed elements, and in every other start their means over a plate.
+
+    Elements may be too noisy to cluster, and means too mixed.
+    """
+    lead = array.shape[: array.ndim - len(site.member_shape) + 1]
+    plates = len(observed.level)
+    averaged = (number // 2 - 1) % plates if number % 2 == 0 and plates > 1 else None
+    kept = [axis for axis in range(len(lead)) if axis != averaged]
+    most = MOST_CLUSTERED if averaged is None else MOST_CLUSTERED // 10
+    index = dict(zip(kept, spread_evenly(tuple(lead[axis] for axis in kept), most), strict=True))
+    if averaged is not None:
+        index[averaged] = spread_evenly((lead[averaged],), MOST_AVERAGED)[0]
+    values = np.asarray(array[np.ix_(*(index[axis] for axis in range(len(lead))))], np.float64)
+    return (values if averaged is None else values.mean(averaged)).reshape(-1, math.prod(site.member_shape[1:]))
 
 
-def _cluster_centers(site: Site, points: np.ndarray, seed: int) -> np.ndarray:
+def _clusters(site: Site, points: np.ndarray, seed: int) -> Start:
+    """Centers of clusters, on the scale of the differences between them."""
     with warnings.catch_warnings():  # an empty cluster keeps its first center, which is a point as well
         warnings.simplefilter("ignore", UserWarning)
-        centers, _ = kmeans2(points.astype(np.float64), site.member_shape[0], CLUSTER_ROUNDS, minit="++", rng=seed)
-    return centers.reshape(-1)
+        centers, _ = kmeans2(points, site.member_shape[0], CLUSTER_ROUNDS, minit="++", rng=seed)
+    return Start(centers.reshape(-1), float(centers.std(0).mean()) or np.inf)
 
 
 def _ends_with(observed: Site, tail: tuple[int, ...]) -> bool:

@@ -36,7 +36,7 @@ from pavi.elbo import reduced_elbo
 from pavi.errors import TrainingError
 from pavi.families import Family, Glimpse, Units, Weights
 from pavi.schedule import LONGEST_CHUNK, Schedule, Stop, early_rates
-from pavi.starting import SCORED_STEPS, TRIAL_STEPS, other_start
+from pavi.starting import SCORED_STEPS, TRIAL_STEPS, Start, other_start
 from pavi.template import Level, Site, Template
 
 # Adam with a short memory of squared gradients: they fall by orders of magnitude as the posterior narrows.
@@ -104,7 +104,7 @@ def init(problem: Problem, data: Mapping[str, Array], seed: np.ndarray, start: i
     return first_state(problem.optimizer, problem.row_optimizer, weights, seed)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def first_state(
     optimizer: optax.GradientTransformation, row_optimizer: optax.GradientTransformation, weights: Weights, seed: Array
 ) -> State:
@@ -125,7 +125,7 @@ def prepare(problem: Problem, arguments: Any, data: dict[str, Array], seed: np.n
     with ThreadPoolExecutor(1) as pool:
         compiling = pool.submit(draws_of_prior.lower(problem.study, arguments, data, seed, {}).compile)
         state = init(problem, data, seed)
-        inputs = Inputs(arguments, data, Units(zeros, zeros) | measured)
+        inputs = Inputs(arguments, data, Units(zeros, zeros, zeros) | measured)
         chunk_runner(quick).lower(problem, inputs, state, np.zeros(LONGEST_CHUNK, np.float32), np.int32(0))
         compiling.result()
     return inputs._replace(units=prior_units(problem.study, arguments, data, seed) | measured), state
@@ -146,7 +146,7 @@ def prior_units(
         usable = np.isfinite(half) & (half > 0)
         center[name] = np.where(np.isfinite(middle), middle, 0.0).astype(drawn.dtype)
         spread[name] = np.where(usable, half, 1.0).astype(drawn.dtype)
-    return Units(center, spread)
+    return Units(center, spread, spread)
 
 
 @quick_jit(static_argnums=(0,))
@@ -255,14 +255,17 @@ def chunk_runner(quick: bool) -> Any:
     return jax.jit(_run_chunk, static_argnums=0, donate_argnums=2, compiler_options=options)
 
 
-def started_units(problem: Problem, inputs: Inputs, seed: np.ndarray, values: Mapping[str, Any]) -> Units:
-    """Units around given unconstrained values of some sites: the prior's, given these values for the other sites."""
+def started_units(problem: Problem, inputs: Inputs, seed: np.ndarray, values: Mapping[str, Start]) -> Units:
+    """Units around given starts of some sites: the prior's, given these values, for the other sites."""
     if not values:
         return inputs.units
-    values = {name: np.asarray(value, inputs.units.center[name].dtype).reshape(-1) for name, value in values.items()}
-    given = prior_units(problem.study, inputs.arguments, inputs.data, seed, values)
-    held = Units(values, {name: inputs.units.spread[name] for name in values})
-    return inputs.units | given | held
+    units = inputs.units
+    centers = {name: np.asarray(start.value, units.center[name].dtype).reshape(-1) for name, start in values.items()}
+    spreads = {
+        name: np.minimum(start.spread, units.spread[name]).astype(centers[name].dtype) for name, start in values.items()
+    }
+    given = prior_units(problem.study, inputs.arguments, inputs.data, seed, centers)
+    return units | given | Units(centers, spreads, {name: units.prior_spread[name] for name in values})
 
 
 def best_start(
@@ -272,7 +275,7 @@ def best_start(
     seed: np.ndarray,
     starts: int,
     schedule: Schedule,
-    fixed: Mapping[str, Any],
+    fixed: Mapping[str, Start],
     progress_bar: bool,
 ) -> tuple[Inputs, State]:
     """Trains from several starts for some steps, on the same branches; the inputs and state of the best.

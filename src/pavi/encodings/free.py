@@ -78,7 +78,7 @@ class FreeEncodings:
         del template, level
         return 0
 
-    def init(self, template: Template, data: Mapping[str, Any]) -> dict[Level, np.ndarray]:
+    def init(self, template: Template, data: Mapping[str, Any]) -> dict[Level, Any]:
         """Encoding arrays of the full study: what the data say of each member, then zeros.
 
         So the shared flows learn what to make of a member's data from the first step on, and a member's own encoding
@@ -87,9 +87,10 @@ class FreeEncodings:
         rows = {}
         for level in template.levels:
             size = self.level_size(template, level)
-            rows[level] = np.zeros((*template.sizes(level), size), jnp.result_type(float))
             features = summarize(template, data, level, size)
-            rows[level][..., : features.shape[-1]] = features
+            xp = np if isinstance(features, np.ndarray) else jnp
+            fill = [(0, 0)] * len(level) + [(0, size - features.shape[-1])]
+            rows[level] = xp.pad(features.astype(jnp.result_type(float)), fill)
         return rows
 
     def extend(
@@ -108,7 +109,7 @@ class FreeEncodings:
             if not level:
                 extended[level] = np.asarray(old)
                 continue
-            features = summarize(template, data, level, old.shape[-1])
+            features = np.asarray(summarize(template, data, level, old.shape[-1]))
             old_places = np.ix_(*(np.maximum(kept[plate], 0) for plate in level))
             known = np.ones(template.sizes(level), bool)
             for axis, plate in enumerate(level):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -25,17 +25,19 @@ from pavi.template import Level, Site, Template
 class Units(NamedTuple):
     """Center and spread, per number, of each latent under the prior and of data and covariates as given.
 
-    Flows and encoders work in these units.
+    Flows and encoders work in these units. A latent may be given a narrower spread than its prior has, so that its posterior
+    starts narrower: draws from the prior, which flows push, are measured by `prior_spread`.
     """
 
     center: Mapping[str, Any]
     spread: Mapping[str, Any]
+    prior_spread: Mapping[str, Any] = MappingProxyType({})
 
     def standardize(self, name: str, value: Array) -> Array:
         return (value - self.center[name]) / self.spread[name]
 
     def __or__(self, other: Units) -> Units:
-        return Units({**self.center, **other.center}, {**self.spread, **other.spread})
+        return Units(*({**mine, **theirs} for mine, theirs in zip(self, other, strict=True)))
 
 
 class Weights(NamedTuple):
@@ -134,22 +136,22 @@ def draw_through(
     key: PRNGKeyArray,
 ) -> Draw:
     """Draws from the conditional prior and pushes the draw through a flow, in the prior's units (`eq:q_full`)."""
-    to_units, from_units = _maps(units, site)
+    scale = _Scale.of(units, site)
     center = _center(bijection, encoding, units, shown, site, given)
     condition = _condition(units, shown, site, given)
     if isinstance(flow, PointMass):
         value, _ = bijection.transform_and_log_det(jnp.zeros(site.size), jnp.concatenate([encoding, condition]))
-        return Draw(from_units(value), None, center)
+        return Draw(scale.value(value), None, center)
     frozen = {name: draw._replace(center=jax.lax.stop_gradient(draw.center)) for name, draw in given.items()}
     value, log_q = push(
         bijection,
         flow.path(site.size),
-        to_units(prior.draw(key)),
+        scale.base(prior.draw(key)),
         encoding,
         (condition, _condition(units, shown, site, frozen)),
-        lambda base: prior.log_prob(from_units(base)),
+        lambda base: prior.log_prob(scale.prior_value(base)),
     )
-    return Draw(from_units(value), log_q, center)
+    return Draw(scale.value(value), log_q - scale.log_det, center)
 
 
 def score_through(
@@ -163,17 +165,37 @@ def score_through(
     value: Array,
 ) -> Draw:
     """A given value with its log-density under the prior pushed through a flow."""
-    to_units, from_units = _maps(units, site)
+    scale = _Scale.of(units, site)
     condition = jnp.concatenate([encoding, _condition(units, shown, site, given)])
-    base, log_det = bijection.inverse_and_log_det(to_units(value), condition)
+    base, log_det = bijection.inverse_and_log_det((value - scale.center) / scale.spread, condition)
     center = _center(bijection, encoding, units, shown, site, given)
-    return Draw(value, prior.log_prob(from_units(base)) + log_det, center)
+    return Draw(value, prior.log_prob(scale.prior_value(base)) + log_det - scale.log_det, center)
 
 
-def _maps(units: Units, site: Site) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
-    """To and from the units that flows work in."""
-    center, spread = units.center[site.name], units.spread[site.name]
-    return lambda value: (value - center) / spread, lambda value: center + spread * value
+class _Scale(NamedTuple):
+    """The units of one site: those of prior draws, which go into its flow, and those of values, which come out."""
+
+    center: Array
+    spread: Array
+    prior_spread: Array
+
+    @classmethod
+    def of(cls, units: Units, site: Site) -> _Scale:
+        return cls(units.center[site.name], units.spread[site.name], units.prior_spread[site.name])
+
+    def base(self, value: Array) -> Array:
+        return (value - self.center) / self.prior_spread
+
+    def prior_value(self, base: Array) -> Array:
+        return self.center + self.prior_spread * base
+
+    def value(self, pushed: Array) -> Array:
+        return self.center + self.spread * pushed
+
+    @property
+    def log_det(self) -> Array:
+        """What the change of units adds to the logarithm of the flow's determinant."""
+        return jnp.log(self.spread / self.prior_spread).sum()
 
 
 def _condition(units: Units, shown: Shown, site: Site, given: Mapping[str, Draw]) -> Array:
@@ -193,7 +215,7 @@ def _center(
     """Where a flow puts the prior's center, given the centers of what it is given."""
     centered = _condition(units, shown, site, {name: draw._replace(value=draw.center) for name, draw in given.items()})
     value, _ = bijection.transform_and_log_det(jnp.zeros(site.size), jnp.concatenate([encoding, centered]))
-    return _maps(units, site)[1](value)
+    return _Scale.of(units, site).value(value)
 
 
 @functools.lru_cache(maxsize=256)
