@@ -24,7 +24,7 @@ from pavi.models import Cohort, parcellation, simulate_cohort
 SUBJECTS, SESSIONS, VERTICES, FEATURES, NETWORKS = 1000, 2, 59_412, 64, 7
 SETTINGS: dict[str, dict[str, float]] = {
     "paper": {},
-    "hard": {"fingerprint_scale": 0.12, "population_scale": 1.0, "spread": 0.3},
+    "hard": {"fingerprint_scale": 0.1, "population_scale": 1.0, "spread": 0.3},
 }
 EVALUATED = 20
 

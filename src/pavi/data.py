@@ -7,7 +7,8 @@ kept beside it and label the results.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -96,30 +97,35 @@ def summarize(template: Template, arrays: Mapping[str, Any], level: Level, size:
             others = tuple(k for k, plate in enumerate(site.level) if plate not in level)
             array = arrays[site.name]
             array = array if array.size > MOST_ON_HOST else np.asarray(array)
-            means.append((array.mean(others, dtype=np.float32) if others else array).reshape(*sizes, -1))
+            means.append(array.mean(others, dtype=np.float32) if others else array)
     if not means:
         return np.zeros((*sizes, 0), np.float32)
-    place = np.ix_(*spread_evenly(sizes, MOST_MEASURED))
-    some = np.concatenate([np.asarray(mean[place], np.float32).reshape(-1, mean.shape[-1]) for mean in means], -1)
+    index = spread_evenly(sizes, MOST_MEASURED)
+    some = _flat([np.asarray(mean[np.ix_(*index)], np.float32) for mean in means], len(level))
+    some = some.reshape(-1, some.shape[-1])
     center, spread = some.mean(0), some.std(0)
     matrix = np.diag(np.where(spread > 1e-6, 1 / np.maximum(spread, 1e-6), 0.0))
     if some.shape[1] > size:
-        _, _, components = np.linalg.svd((some - center) @ matrix, full_matrices=False)
-        matrix = matrix @ components[:size].T
+        standardized = (some - center) @ matrix
+        _, vectors = np.linalg.eigh(standardized.T @ standardized)
+        matrix = matrix @ vectors[:, : -size - 1 : -1]
         spread = ((some - center) @ matrix).std(0)
         matrix = matrix * np.where(spread > 1e-6, 1 / np.maximum(spread, 1e-6), 0.0)
     matrix, offset = matrix.astype(np.float32), (-center @ matrix).astype(np.float32)
     if all(isinstance(mean, np.ndarray) for mean in means):
-        return np.concatenate(means, -1).astype(np.float32) @ matrix + offset
-    return _project([jnp.asarray(mean) for mean in means], matrix, offset)
+        return _flat(means, len(level)).astype(np.float32) @ matrix + offset
+    return _project([jnp.asarray(mean) for mean in means], matrix, offset, len(level) - 1)
 
 
-@jax.jit
-def _project(means: list[Array], matrix: Array, offset: Array) -> Array:
-    def one(parts: list[Array]) -> Array:
-        return jnp.concatenate(parts, -1).astype(jnp.float32) @ matrix + offset
+def _flat(means: list, plates: int) -> Any:
+    """Arrays of some plates side by side, with one axis for what each member has."""
+    xp = np if all(isinstance(mean, np.ndarray) for mean in means) else jnp
+    return xp.concatenate([mean.reshape(*mean.shape[:plates], -1) for mean in means], -1)
 
-    return jax.lax.map(one, means)
+
+@partial(jax.jit, static_argnums=3)
+def _project(means: list[Array], matrix: Array, offset: Array, plates: int) -> Array:
+    return jax.lax.map(lambda parts: _flat(parts, plates).astype(jnp.float32) @ matrix + offset, means)
 
 
 def spread_evenly(sizes: tuple[int, ...], most: int) -> tuple[np.ndarray, ...]:
@@ -178,7 +184,7 @@ def _check_values(site: Site, array: Any, support: constraints.Constraint | None
     if not xp.issubdtype(array.dtype, np.number) and array.dtype != bool:
         raise DataError(f"Data of site {site.name!r} has dtype {array.dtype}; expected numbers.")
     if xp.issubdtype(array.dtype, np.inexact):
-        bad = int((~xp.isfinite(array)).sum())
+        bad = _count(array, lambda part: ~xp.isfinite(part))
         if bad:
             raise DataError(
                 f"Data of site {site.name!r} has {bad} value(s) that are NaN or infinite, of {array.size}. Fill them with "
@@ -186,9 +192,18 @@ def _check_values(site: Site, array: Any, support: constraints.Constraint | None
             )
     if support is None or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(support)):
         return
-    outside = int((~xp.asarray(support(array))).sum())
+    outside = _count(array, lambda part: ~xp.asarray(support(part)))
     if outside:
         raise DataError(
             f"Data of site {site.name!r} has {outside} value(s) outside the support of {site.distribution} ({support}). "
             "Check the units or the coding of the data, or the distribution of the site."
         )
+
+
+def _count(array: Any, wrong: Callable[[Any], Any]) -> int:
+    """How many numbers are wrong; on a device without a copy of the array."""
+    if isinstance(array, jax.Array):
+        return (
+            int(jax.jit(lambda array: wrong(array).sum())(array)) if array.size > MOST_ON_HOST else int(wrong(array).sum())
+        )
+    return int(wrong(array).sum())

@@ -1,0 +1,91 @@
+"""The model of functional networks: densities against enumeration and quadrature, and a fit that finds the networks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+from numpyro.handlers import seed, trace
+
+import pavi
+from pavi.models import SharedLabel, simulate_cohort
+
+
+def test_summed_labels_equal_enumeration():
+    rng = np.random.default_rng(0)
+    logits, locs = rng.normal(size=(5, 3)), rng.normal(size=(3, 4))
+    scales, x = np.array([0.5, 1.0, 2.0]), rng.normal(size=(5, 2, 4))
+    shared = SharedLabel(jnp.asarray(logits), jnp.asarray(locs), jnp.asarray(scales), 2)
+    joint = np.stack(
+        [
+            jax.nn.log_softmax(logits)[:, label]
+            + np.asarray(dist.Normal(locs[label], scales[label]).log_prob(x)).sum((1, 2))
+            for label in range(3)
+        ],
+        -1,
+    )
+    np.testing.assert_allclose(shared.log_joint(jnp.asarray(x)), joint, rtol=1e-5)
+    np.testing.assert_allclose(shared.log_prob(jnp.asarray(x)), jax.nn.logsumexp(joint, -1), rtol=1e-5)
+
+
+def test_draws_share_their_label():
+    shared = SharedLabel(jnp.zeros(2), jnp.array([[-9.0], [9.0]]), jnp.ones(2), 3)
+    draws = np.asarray(shared.sample(jax.random.key(0), (400,)))
+    signs = np.sign(draws[..., 0])
+    assert (signs == signs[:, :1]).all()
+    assert 0.4 < (signs[:, 0] > 0).mean() < 0.6
+
+
+def draw(model):
+    with seed(rng_seed=3), trace() as found:
+        model()
+    return {name: np.asarray(site["value"]) for name, site in found.items() if site["type"] == "sample"}
+
+
+@pytest.mark.parametrize("labels", ["summed", "relaxed"])
+def test_both_forms_fit(labels):
+    model = pavi.models.parcellation(4, 3, 10, 5, 3, labels=labels)
+    truth = draw(model)
+    expected = (4, 10, 3, 5) if labels == "summed" else (4, 3, 10, 5)
+    assert truth["x"].shape == expected
+    fit = pavi.fit(model, {"x": truth["x"]}, family=pavi.PAVI(flow=pavi.Affine()), steps=300, starts=1, progress_bar=False)
+    assert fit.skipped == 0
+    assert np.isfinite(fit.elbo(16).mean)
+    assert fit.history["elbo"][-50:].mean() > fit.history["elbo"][:50].mean()
+
+
+def test_a_cohort_is_drawn_from_the_model():
+    cohort = simulate_cohort(40, 3, 25, 6, 3, seed=1, dtype=np.float32)
+    x, label = np.asarray(cohort.x), np.asarray(cohort.labels)
+    assert x.shape == (40, 25, 3, 6)
+    noise = (x - np.asarray(cohort.mu)[label][:, :, None]) / np.asarray(cohort.kappa)[label][..., None, None]
+    assert abs(noise.mean()) < 0.02
+    assert abs(noise.std() - 1) < 0.02
+    probs = np.asarray(jax.nn.softmax(cohort.population_logits))
+    assert np.take_along_axis(np.broadcast_to(probs, (40, 25, 3)), label[..., None].astype(int), -1).mean() > 0.6
+
+
+def test_a_cohort_can_be_written_elsewhere(tmp_path):
+    store = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (4, 10, 2, 5))
+    written = simulate_cohort(4, 2, 10, 5, 3, dtype=np.float32, store=store)
+    kept = simulate_cohort(4, 2, 10, 5, 3, dtype=np.float32)
+    np.testing.assert_allclose(written.x, kept.x, rtol=1e-5)
+    np.testing.assert_array_equal(written.labels, kept.labels)
+
+
+def test_networks_and_labels_are_found():
+    cohort = simulate_cohort(12, 2, 60, 16, 4, fingerprint_scale=1.0, spread=0.3, seed=2)
+    model = pavi.models.parcellation(12, 2, 60, 16, 4)
+    fit = pavi.fit(model, {"x": cohort.x}, family=pavi.PAVI(flow=pavi.Affine()), steps=600, progress_bar=False)
+    moments = fit.moments(sites=["mu", "label_probs"], num_samples=100)
+    correlation = np.corrcoef(moments["mu"].values[0], cohort.mu)[:4, 4:]
+    assert correlation.max(0).min() > 0.98
+    found = correlation.argmax(1)[moments["label_probs"].values[0].argmax(-1)]
+    assert (found == np.asarray(cohort.labels)).mean() > 0.95
+
+
+def test_bad_settings():
+    with pytest.raises(pavi.SettingError, match="relaxed"):
+        pavi.models.parcellation(labels="argmax")
