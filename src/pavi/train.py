@@ -108,7 +108,7 @@ def init(problem: Problem, data: Mapping[str, Array], seed: np.ndarray, start: i
 def first_state(
     optimizer: optax.GradientTransformation, row_optimizer: optax.GradientTransformation, weights: Weights, seed: Array
 ) -> State:
-    """The state before the first step from given weights."""
+    """The state before the first step from given weights, which it takes over: their buffers are gone afterwards."""
     zero = jnp.zeros((), jnp.int32)
     row_states = {level: row_ops.init_optimizer(row_optimizer, rows) for level, rows in weights.rows.items()}
     key = jax.random.wrap_key_data(seed)
@@ -265,7 +265,7 @@ def started_units(problem: Problem, inputs: Inputs, seed: np.ndarray, values: Ma
         name: np.minimum(start.spread, units.spread[name]).astype(centers[name].dtype) for name, start in values.items()
     }
     given = prior_units(problem.study, inputs.arguments, inputs.data, seed, centers)
-    return units | given | Units(centers, spreads, {name: units.prior_spread[name] for name in values})
+    return units | given | Units(centers, spreads, {name: (units.prior_spread or units.spread)[name] for name in values})
 
 
 def best_start(

@@ -31,13 +31,13 @@ class Units(NamedTuple):
 
     center: Mapping[str, Any]
     spread: Mapping[str, Any]
-    prior_spread: Mapping[str, Any] = MappingProxyType({})
+    prior_spread: Mapping[str, Any] | None = None
 
     def standardize(self, name: str, value: Array) -> Array:
         return (value - self.center[name]) / self.spread[name]
 
     def __or__(self, other: Units) -> Units:
-        return Units(*({**mine, **theirs} for mine, theirs in zip(self, other, strict=True)))
+        return Units(*({**(mine or {}), **(theirs or {})} for mine, theirs in zip(self, other, strict=True)))
 
 
 class Weights(NamedTuple):
@@ -181,7 +181,8 @@ class _Scale(NamedTuple):
 
     @classmethod
     def of(cls, units: Units, site: Site) -> _Scale:
-        return cls(units.center[site.name], units.spread[site.name], units.prior_spread[site.name])
+        spread = units.spread[site.name]
+        return cls(units.center[site.name], spread, (units.prior_spread or {}).get(site.name, spread))
 
     def base(self, value: Array) -> Array:
         return (value - self.center) / self.prior_spread
