@@ -25,6 +25,7 @@ ORDER = [
     "starting",
     "train",
     "reading",
+    "planning",
     "storage",
     "posterior",
     "api",

@@ -9,6 +9,7 @@ from pavi.errors import DataError, LoadError, ModelError, PaviError, SettingErro
 from pavi.families import PAVI
 from pavi.flows import MAF, Affine, Flow, PointMass, Spline
 from pavi.loading import load
+from pavi.planning import Plan, plan
 from pavi.posterior import Posterior
 from pavi.schedule import Stop
 from pavi.template import Plate, Site, Template
@@ -29,6 +30,7 @@ __all__ = [
     "LoadError",
     "ModelError",
     "PaviError",
+    "Plan",
     "Plate",
     "PointMass",
     "Posterior",
@@ -45,6 +47,7 @@ __all__ = [
     "fit",
     "load",
     "models",
+    "plan",
     "plots",
     "read_template",
 ]

@@ -287,7 +287,8 @@ def best_start(
     rates[:TRIAL_STEPS] = schedule.pace * early_rates(np.arange(TRIAL_STEPS)) if schedule.decays else 1.0
     draws = draws_of_prior(problem.study, inputs.arguments, inputs.data, seed, {})
     run = chunk_runner(schedule.short)
-    best: tuple[float, Inputs, State] | None = None
+    scores: list[float] = []
+    kept: list[tuple[Inputs, Array]] = []
     for number in tqdm(range(starts), disable=not progress_bar, desc="starts", leave=False, dynamic_ncols=True):
         tried = inputs
         if number:
@@ -295,11 +296,15 @@ def best_start(
             tried = inputs._replace(units=started_units(problem, inputs, seed, values))
             state = init(problem, inputs.data, seed, number)
         state, elbos = run(problem, tried, state, rates, np.int32(TRIAL_STEPS))
-        score = float(np.nan_to_num(np.asarray(elbos)[TRIAL_STEPS - SCORED_STEPS : TRIAL_STEPS], nan=-np.inf).mean())
-        if best is None or score > best[0]:
-            best = score, tried, state
-    assert best is not None
-    return best[1], best[2]
+        last = np.asarray(elbos)[TRIAL_STEPS - SCORED_STEPS : TRIAL_STEPS]
+        scores.append(float(np.nan_to_num(last, nan=-np.inf).mean()))
+        # Rows start over from the data: to keep them of several starts would take as much memory again.
+        kept.append((tried, jnp.array(state.weights.shared)))
+        del state
+    best = int(np.argmax(scores))
+    state = init(problem, inputs.data, seed, best)
+    inputs, shared = kept[best]
+    return inputs, state._replace(weights=state.weights._replace(shared=shared))
 
 
 class Trained(NamedTuple):

@@ -213,7 +213,7 @@ class SetEncoder:
 
     def level_size(self, template: Template, level: Level) -> int:
         """Numbers per member of a level."""
-        if level in self._free(template):
+        if level in self.unreached(template):
             return FreeEncodings().level_size(template, level)
         found = 0
         for site in template.observed:
@@ -229,7 +229,7 @@ class SetEncoder:
     def init(self, template: Template, data: Mapping[str, Any]) -> dict[Level, np.ndarray]:
         """Free encodings of the levels that no data reach."""
         del data
-        free = {level: (*template.sizes(level), self.level_size(template, level)) for level in self._free(template)}
+        free = {level: (*template.sizes(level), self.level_size(template, level)) for level in self.unreached(template)}
         return {level: np.zeros(shape, jnp.result_type(float)) for level, shape in free.items()}
 
     def weights(self, template: Template, rng: np.random.Generator) -> np.ndarray:
@@ -408,7 +408,8 @@ class SetEncoder:
     def _covariate_numbers(self, site: Site) -> int:
         return sum(set(level) <= set(site.level) for level in self.covariates.values())
 
-    def _free(self, template: Template) -> list[Level]:
+    def unreached(self, template: Template) -> list[Level]:
+        """The levels that no data reach, which get free encodings."""
         reached = [site.level for site in template.observed]
         return [level for level in template.levels if not any(set(level) <= set(other) for other in reached)]
 

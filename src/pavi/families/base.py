@@ -79,6 +79,10 @@ class Family(Protocol):
         """
         ...
 
+    def shapes(self, template: Template, whole: frozenset[str]) -> Weights:
+        """Shapes and dtypes of the weights, without making any."""
+        ...
+
     def measure(self, template: Template, data: Mapping[str, Any], arguments: Any) -> Units:
         """Center and spread of the data and covariates that `encode` will look at."""
         ...

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
@@ -77,6 +78,21 @@ class PAVI:
             sizes = self.encodings.memory_sizes(template, whole)
             memory = {key: np.zeros((*template.sizes(key[1]), size), shared.dtype) for key, size in sizes.items()}
         return Weights(shared, self.encodings.init(template, data), memory)
+
+    def shapes(self, template: Template, whole: frozenset[str]) -> Weights:
+        dtype = jnp.result_type(float)
+        count, memory = self._layout(template).size, {}
+        levels = list(template.levels)
+        if isinstance(self.encodings, SetEncoder):
+            count += len(self.encodings.weights(template, np.random.default_rng(0)))
+            sizes = self.encodings.memory_sizes(template, whole)
+            memory = {key: jax.ShapeDtypeStruct((*template.sizes(key[1]), size), dtype) for key, size in sizes.items()}
+            levels = self.encodings.unreached(template)
+        rows = {
+            level: jax.ShapeDtypeStruct((*template.sizes(level), self.encodings.level_size(template, level)), dtype)
+            for level in levels
+        }
+        return Weights(jax.ShapeDtypeStruct((count,), dtype), rows, memory)
 
     def measure(self, template: Template, data: Mapping[str, Any], arguments: Any) -> Units:
         if isinstance(self.encodings, SetEncoder):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
@@ -56,6 +57,13 @@ class UnamortizedFlows:
             row = self._layout(template, level).init(rng)
             rows[level] = np.broadcast_to(row, (*template.sizes(level), len(row)))
         return Weights(np.zeros(0, jnp.result_type(float)), rows, {})
+
+    def shapes(self, template: Template, whole: frozenset[str]) -> Weights:
+        del whole
+        dtype = jnp.result_type(float)
+        sizes = {level: (*template.sizes(level), self._layout(template, level).size) for level in template.levels}
+        rows = {level: jax.ShapeDtypeStruct(shape, dtype) for level, shape in sizes.items()}
+        return Weights(jax.ShapeDtypeStruct((0,), dtype), rows, {})
 
     def measure(self, template: Template, data: Mapping[str, Any], arguments: Any) -> Units:
         return Units({}, {})
