@@ -291,6 +291,7 @@ def fit_study(study: Study, arguments: Any, observations: Observations, setting:
             inputs, state = best_start(
                 problem, inputs, state, setting.seed, setting.starts, schedule, setting.values, setting.progress_bar
             )
+            schedule.early = False  # that was in the trial
         trained = train(problem, inputs, state, schedule, setting.started, setting.progress_bar)
         if trained.stop is not Stop.NON_FINITE:
             break
@@ -311,7 +312,8 @@ def refine(
     optimizer, row_optimizer = default_optimizers(setting.family.row_rate)
     optimizers = (optax.set_to_zero() if frozen else optimizer, row_optimizer)
     problem, schedule = _problem(study, setting, optimizers, early=False, pace=1.0)
-    inputs = Inputs(arguments, observations.arrays, units)
+    paces = np.ones(weights.shared.shape, weights.shared.dtype)
+    inputs = Inputs(arguments, observations.arrays, units, paces)
     rng = np.random.default_rng(setting.seed)
     memory = setting.family.init(study.template, rng, observations.arrays, problem.whole).memory
     state = first_state(*optimizers, jax.tree.map(jnp.array, weights._replace(memory=memory)), setting.seed)

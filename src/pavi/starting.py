@@ -3,7 +3,7 @@
 Models with several like components (mixtures) have many optima, in most of which two components share a cluster and
 another has none. So a fit may be started several times; every start trains for some steps on the same branches with the
 same noise, and the one with the best ELBO goes on. The first start is at the prior's center. The others are at centers of
-clusters of the data (k-means, each with its own random choices) for a latent that is made of *several of what is
+clusters of the data (a mixture fitted by scikit-learn) for a latent that is made of *several of what is
 observed*, and at draws from the prior for the other latents outside of plates.
 
 Flows work in units whose center a start can choose: the posterior then starts around it. The latents below start where
@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
-from scipy.cluster.vq import kmeans2
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.mixture import GaussianMixture
 
 from pavi.branch import fixed_branch
 from pavi.cascade import Draw, Prior, Study, cascade, draw_prior
@@ -33,10 +34,12 @@ from pavi.template import Site, Template
 USUAL_STARTS = 4
 # Steps by which starts are compared, and of these the last ones that count.
 TRIAL_STEPS, SCORED_STEPS = 200, 50
-# Observed elements that k-means looks at.
-MOST_CLUSTERED = 20_000
-MOST_AVERAGED = 256
-CLUSTER_ROUNDS = 20
+# What the rate of a latent that was started somewhere is multiplied by after the trial, in which it is held.
+STARTED_PACE = 0.1
+# Observed elements that are clustered, and of these how many make a mean.
+MOST_CLUSTERED = 100_000
+MOST_AVERAGED = 64
+CLUSTER_ROUNDS = 100
 
 
 class Start(NamedTuple):
@@ -118,25 +121,34 @@ def other_start(template: Template, data: Mapping[str, Array], draws: Mapping[st
 def _points(observed: Site, array: Array, site: Site, number: int) -> np.ndarray:
     """What is clustered in a start: observed elements, and in every other start their means over a plate.
 
-    Elements may be too noisy to cluster, and means too mixed.
+    Elements may be too noisy to cluster, and means too mixed. Several vectors of one element are averaged.
     """
-    lead = array.shape[: array.ndim - len(site.member_shape) + 1]
-    plates = len(observed.level)
+    plates, tail = len(observed.level), len(site.member_shape) - 1
     averaged = (number // 2 - 1) % plates if number % 2 == 0 and plates > 1 else None
-    kept = [axis for axis in range(len(lead)) if axis != averaged]
-    most = MOST_CLUSTERED if averaged is None else MOST_CLUSTERED // 10
-    index = dict(zip(kept, spread_evenly(tuple(lead[axis] for axis in kept), most), strict=True))
+    kept = [axis for axis in range(plates) if axis != averaged]
+    most = MOST_CLUSTERED if averaged is None else MOST_CLUSTERED // MOST_AVERAGED
+    index = dict(zip(kept, spread_evenly(tuple(array.shape[axis] for axis in kept), most), strict=True))
     if averaged is not None:
-        index[averaged] = spread_evenly((lead[averaged],), MOST_AVERAGED)[0]
-    values = np.asarray(array[np.ix_(*(index[axis] for axis in range(len(lead))))], np.float64)
-    return (values if averaged is None else values.mean(averaged)).reshape(-1, math.prod(site.member_shape[1:]))
+        index[averaged] = spread_evenly((array.shape[averaged],), MOST_AVERAGED)[0]
+    values = np.asarray(array[np.ix_(*(index[axis] for axis in range(plates)))], np.float64)
+    over = tuple(range(plates, values.ndim - tail)) + (() if averaged is None else (averaged,))
+    return values.mean(over).reshape(-1, math.prod(site.member_shape[1:]))
 
 
 def _clusters(site: Site, points: np.ndarray, seed: int) -> Start:
-    """Centers of clusters, on the scale of the differences between them."""
-    with warnings.catch_warnings():  # an empty cluster keeps its first center, which is a point as well
-        warnings.simplefilter("ignore", UserWarning)
-        centers, _ = kmeans2(points, site.member_shape[0], CLUSTER_ROUNDS, minit="++", rng=seed)
+    """Centers of clusters, on the scale of the differences between them.
+
+    A mixture of round normals is fitted along the leading principal components, as many as there are components: noise in
+    all the other directions would drown the clusters.
+    """
+    count = site.member_shape[0]
+    middle = points.mean(0)
+    _, vectors = np.linalg.eigh((points - middle).T @ (points - middle))
+    leading = vectors[:, -count:]
+    mixture = GaussianMixture(count, covariance_type="spherical", max_iter=CLUSTER_ROUNDS, random_state=seed)
+    with warnings.catch_warnings():  # a start need not have converged, nor all points be distinct
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        centers = middle + mixture.fit((points - middle) @ leading).means_ @ leading.T
     return Start(centers.reshape(-1), float(centers.std(0).mean()) or np.inf)
 
 

@@ -36,7 +36,7 @@ from pavi.elbo import reduced_elbo
 from pavi.errors import TrainingError
 from pavi.families import Family, Glimpse, Units, Weights
 from pavi.schedule import LONGEST_CHUNK, Schedule, Stop, early_rates
-from pavi.starting import SCORED_STEPS, TRIAL_STEPS, Start, other_start
+from pavi.starting import SCORED_STEPS, STARTED_PACE, TRIAL_STEPS, Start, other_start
 from pavi.template import Level, Site, Template
 
 # Adam with a short memory of squared gradients: they fall by orders of magnitude as the posterior narrows.
@@ -79,6 +79,8 @@ class Inputs(NamedTuple):
     arguments: Any
     data: dict[str, Array]
     units: Units
+    paces: Float[Array | np.ndarray, " weights"] | float = 1.0
+    """What the rates of the shared weights are multiplied by, each: zero holds a weight."""
 
 
 class State(NamedTuple):
@@ -125,7 +127,8 @@ def prepare(problem: Problem, arguments: Any, data: dict[str, Array], seed: np.n
     with ThreadPoolExecutor(1) as pool:
         compiling = pool.submit(draws_of_prior.lower(problem.study, arguments, data, seed, {}).compile)
         state = init(problem, data, seed)
-        inputs = Inputs(arguments, data, Units(zeros, zeros, zeros) | measured)
+        paces = np.ones(state.weights.shared.shape, state.weights.shared.dtype)
+        inputs = Inputs(arguments, data, Units(zeros, zeros, zeros) | measured, paces)
         chunk_runner(quick).lower(problem, inputs, state, np.zeros(LONGEST_CHUNK, np.float32), np.int32(0))
         compiling.result()
     return inputs._replace(units=prior_units(problem.study, arguments, data, seed) | measured), state
@@ -220,7 +223,7 @@ def step(problem: Problem, inputs: Inputs, state: State, rate: Float[Array, ""])
         for key, array in state.weights.memory.items()
     }
     new_state = State(
-        Weights(kept(shared + rate * updates, shared), new_rows, new_memories),
+        Weights(kept(shared + rate * inputs.paces * updates, shared), new_rows, new_memories),
         kept(optimizer_state, state.optimizer),
         new_row_states,
         state.key,
@@ -290,21 +293,30 @@ def best_start(
     scores: list[float] = []
     kept: list[tuple[Inputs, Array]] = []
     for number in tqdm(range(starts), disable=not progress_bar, desc="starts", leave=False, dynamic_ncols=True):
-        tried = inputs
+        tried, values = inputs, fixed
         if number:
             values = {**other_start(problem.template, inputs.data, draws, number), **fixed}
             tried = inputs._replace(units=started_units(problem, inputs, seed, values))
             state = init(problem, inputs.data, seed, number)
-        state, elbos = run(problem, tried, state, rates, np.int32(TRIAL_STEPS))
+        state, elbos = run(problem, _paced(problem, tried, values, 0.0), state, rates, np.int32(TRIAL_STEPS))
         last = np.asarray(elbos)[TRIAL_STEPS - SCORED_STEPS : TRIAL_STEPS]
         scores.append(float(np.nan_to_num(last, nan=-np.inf).mean()))
         # Rows start over from the data: to keep them of several starts would take as much memory again.
-        kept.append((tried, jnp.array(state.weights.shared)))
+        kept.append((_paced(problem, tried, values, STARTED_PACE), jnp.array(state.weights.shared)))
         del state
     best = int(np.argmax(scores))
     state = init(problem, inputs.data, seed, best)
     inputs, shared = kept[best]
     return inputs, state._replace(weights=state.weights._replace(shared=shared))
+
+
+def _paced(problem: Problem, inputs: Inputs, values: Mapping[str, Start], pace: float) -> Inputs:
+    """Inputs that slow down the sites which start at some value: the others start at random and would tear them away."""
+    paces = np.array(inputs.paces)
+    for name, part in problem.family.parts(problem.template).items():
+        if name in values:
+            paces[part] = pace
+    return inputs._replace(paces=paces)
 
 
 class Trained(NamedTuple):

@@ -83,6 +83,10 @@ class Family(Protocol):
         """Shapes and dtypes of the weights, without making any."""
         ...
 
+    def parts(self, template: Template) -> Mapping[str, slice]:
+        """Which of the shared weights are those of one latent alone, by site."""
+        ...
+
     def measure(self, template: Template, data: Mapping[str, Any], arguments: Any) -> Units:
         """Center and spread of the data and covariates that `encode` will look at."""
         ...
@@ -254,12 +258,15 @@ class Layout:
         return np.concatenate([pack(self.flows[name].build(rng, *sizes)) for name, sizes in self.sizes.items()])
 
     def fill(self, flat: Float[Array, " weights"]) -> dict[str, AbstractBijection]:
-        built, start = {}, 0
-        for site in self.sites:
-            stop = start + self.skeletons[site.name].size
-            built[site.name] = self.skeletons[site.name].fill(flat[start:stop])
-            start = stop
-        return built
+        return {name: self.skeletons[name].fill(flat[part]) for name, part in self.parts.items()}
+
+    @property
+    def parts(self) -> dict[str, slice]:
+        """Where the weights of each site lie."""
+        ends = np.cumsum([self.skeletons[site.name].size for site in self.sites])
+        return {
+            s.name: slice(int(end) - self.skeletons[s.name].size, int(end)) for s, end in zip(self.sites, ends, strict=True)
+        }
 
 
 def flow_of(flow: Flow | Mapping, site: Site) -> Flow:

@@ -94,6 +94,9 @@ class PAVI:
         }
         return Weights(jax.ShapeDtypeStruct((count,), dtype), rows, memory)
 
+    def parts(self, template: Template) -> Mapping[str, slice]:
+        return self._layout(template).parts
+
     def measure(self, template: Template, data: Mapping[str, Any], arguments: Any) -> Units:
         if isinstance(self.encodings, SetEncoder):
             return Units(*self.encodings.measure(template, data, arguments))

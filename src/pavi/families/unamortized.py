@@ -65,6 +65,9 @@ class UnamortizedFlows:
         rows = {level: jax.ShapeDtypeStruct(shape, dtype) for level, shape in sizes.items()}
         return Weights(jax.ShapeDtypeStruct((0,), dtype), rows, {})
 
+    def parts(self, template: Template) -> Mapping[str, slice]:
+        return {}
+
     def measure(self, template: Template, data: Mapping[str, Any], arguments: Any) -> Units:
         return Units({}, {})
 
