@@ -24,6 +24,7 @@ ORDER = [
     "schedule",
     "starting",
     "train",
+    "checkpoint",
     "reading",
     "planning",
     "storage",

@@ -18,6 +18,7 @@ from jaxtyping import PRNGKeyArray
 
 from pavi import storage
 from pavi.cascade import Study
+from pavi.checkpoint import Keeper, Progress
 from pavi.data import Observations
 from pavi.errors import LoadError, ModelError
 from pavi.families import PAVI, Family, Reading, Units, Weights
@@ -28,10 +29,12 @@ from pavi.starting import unconstrain, usual_starts
 from pavi.train import (
     Inputs,
     Problem,
+    State,
     Trained,
     best_start,
     default_optimizers,
     first_state,
+    history_of,
     prepare,
     report,
     started_units,
@@ -216,6 +219,7 @@ def fit(
     starts: int | None = None,
     rng_key: int | PRNGKeyArray = 0,
     progress_bar: bool = True,
+    checkpoint: str | os.PathLike | None = None,
 ) -> Fit:
     """Fits the posterior of a NumPyro model with plates, given data.
 
@@ -236,6 +240,8 @@ def fit(
             `pavi.starting`.
         rng_key: an int or a JAX key; the same key gives the same fit.
         progress_bar: show ELBO and steps per second while training.
+        checkpoint: a folder to keep the state of training in, written every minute and at the end. The same call again
+            goes on from there, to the same result.
 
     Returns:
         The fitted posterior. Ctrl-C ends training early and returns the fit so far.
@@ -259,7 +265,7 @@ def fit(
     starts = usual_starts(study.template) if starts is None else starts
     values = unconstrain(study, arguments, init or {}, observations.arrays)
     setting = Setting(
-        family, batch, steps, num_particles, optimizer, seed_of(rng_key), progress_bar, started, starts, values
+        family, batch, steps, num_particles, optimizer, seed_of(rng_key), progress_bar, started, starts, values, checkpoint
     )
     return fit_study(study, arguments, observations, setting)
 
@@ -277,6 +283,7 @@ class Setting(NamedTuple):
     started: float
     starts: int = 1
     values: Mapping[str, Any] = MappingProxyType({})
+    checkpoint: str | os.PathLike | None = None
 
 
 def fit_study(study: Study, arguments: Any, observations: Observations, setting: Setting) -> Fit:
@@ -286,17 +293,58 @@ def fit_study(study: Study, arguments: Any, observations: Observations, setting:
     for pace in PACES:
         problem, schedule = _problem(study, setting, optimizers, pace == PACES[0], pace)
         inputs, state = prepare(problem, arguments, observations.arrays, setting.seed, schedule.short)
-        inputs = inputs._replace(units=started_units(problem, inputs, setting.seed, setting.values))
-        if setting.starts > 1:
-            inputs, state = best_start(
-                problem, inputs, state, setting.seed, setting.starts, schedule, setting.values, setting.progress_bar
-            )
-            schedule.early = False  # that was in the trial
-        trained = train(problem, inputs, state, schedule, setting.started, setting.progress_bar)
+        keeper = None if setting.checkpoint is None else Keeper(setting.checkpoint, _identity(problem, setting))
+        progress = None if keeper is None else keeper.read(inputs, state, schedule)
+        if progress is not None and progress.stop is not None and progress.stop is not Stop.INTERRUPTED:
+            trained = Trained(progress.state, history_of(progress.elbos, progress.seconds), progress.stop)
+            return _finish(problem, progress.inputs, observations, trained)
+        if progress is not None:
+            inputs, state = progress.inputs, progress.state
+        else:
+            inputs = inputs._replace(units=started_units(problem, inputs, setting.seed, setting.values))
+            if setting.starts > 1:
+                inputs, state = best_start(
+                    problem, inputs, state, setting.seed, setting.starts, schedule, setting.values, setting.progress_bar
+                )
+                schedule.early = False  # that was in the trial
+        trained = _train(problem, inputs, state, schedule, setting, keeper, progress)
         if trained.stop is not Stop.NON_FINITE:
             break
     report(trained)
     return _finish(problem, inputs, observations, trained)
+
+
+def _train(
+    problem: Problem,
+    inputs: Inputs,
+    state: State,
+    schedule: Schedule,
+    setting: Setting,
+    keeper: Keeper | None,
+    progress: Progress | None,
+) -> Trained:
+    """Trains, from where a checkpoint stands if there is one, writing checkpoints if there is a keeper."""
+    before = None if progress is None else (progress.elbos, progress.seconds)
+    started = setting.started if progress is None else time.perf_counter() - progress.seconds[-1]
+
+    def write(state: State, elbos: list[np.ndarray], seconds: list[np.ndarray], stop: Stop | None) -> None:
+        if keeper is not None and stop is not Stop.NON_FINITE:
+            keeper.write(inputs, state, elbos, seconds, schedule, stop)
+
+    return train(problem, inputs, state, schedule, started, setting.progress_bar, before, write)
+
+
+def _identity(problem: Problem, setting: Setting) -> dict[str, str]:
+    """What two calls of `fit` must agree in for one to go on where the other stopped."""
+    return {
+        "model": str(problem.template),
+        "family": repr(problem.family),
+        "batch": str(dict(problem.batch)),
+        "steps": str(setting.steps),
+        "number of particles": str(problem.num_particles),
+        "number of starts": str(setting.starts),
+        "random key": str(setting.seed.tolist()),
+    }
 
 
 def refine(

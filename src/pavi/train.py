@@ -328,16 +328,29 @@ class Trained(NamedTuple):
 
 
 def train(
-    problem: Steppable, inputs: Inputs, state: State, schedule: Schedule, started: float, progress_bar: bool
+    problem: Steppable,
+    inputs: Inputs,
+    state: State,
+    schedule: Schedule,
+    started: float,
+    progress_bar: bool,
+    earlier: tuple[np.ndarray, np.ndarray] | None = None,
+    after_chunk: Callable[..., None] | None = None,
 ) -> Trained:
-    """Takes chunks of steps until the schedule says stop, Ctrl-C is pressed, or steps keep failing."""
-    elbos: list[np.ndarray] = []
-    seconds: list[np.ndarray] = []
-    taken, skipped = 0, 0
+    """Takes chunks of steps until the schedule says stop, Ctrl-C is pressed, or steps keep failing.
+
+    Args:
+        earlier: ELBOs and seconds of the steps that were taken before, if training goes on.
+        after_chunk: called after each chunk with the state, the ELBOs and seconds so far, and why training ends, if it does.
+    """
+    elbos = [] if earlier is None else [earlier[0]]
+    seconds = [] if earlier is None else [earlier[1]]
+    taken, skipped = sum(len(chunk) for chunk in elbos), int(state.skipped)
+    resumed = taken
     stop = None
     with (
         _interruptible() as interrupted,
-        tqdm(total=schedule.total, disable=not progress_bar, unit="step", dynamic_ncols=True) as bar,
+        tqdm(total=schedule.total, initial=resumed, disable=not progress_bar, unit="step", dynamic_ncols=True) as bar,
     ):
         while stop is None:
             rates = schedule.rates(taken)
@@ -352,15 +365,17 @@ def train(
             failed = int(state.skipped) - skipped
             skipped += failed
             stop = _verdict(schedule, elbos, failed, len(rates), interrupted)
+            if after_chunk is not None:
+                after_chunk(state, elbos, seconds, stop)
             bar.total = schedule.total
             bar.set_postfix_str(_summary(elbos, skipped), refresh=False)
             bar.update(len(rates))
-    history = {
-        "step": np.arange(1, taken + 1),
-        "elbo": np.concatenate(elbos),
-        "seconds": np.concatenate(seconds),
-    }
-    return Trained(state, history, stop)
+    return Trained(state, history_of(np.concatenate(elbos), np.concatenate(seconds)), stop)
+
+
+def history_of(elbos: np.ndarray, seconds: np.ndarray) -> dict[str, np.ndarray]:
+    """How training went, by step."""
+    return {"step": np.arange(1, len(elbos) + 1), "elbo": elbos, "seconds": seconds}
 
 
 def _verdict(

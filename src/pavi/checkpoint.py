@@ -1,0 +1,165 @@
+"""Checkpoints of a fit in training, with Orbax: written whole or not at all, and read back to the bit.
+
+A checkpoint holds all that training carries from one chunk of steps to the next: weights, rows, optimizer, random key,
+step, the units that flows work in, the ELBOs so far and where the schedule stands. Which members a step looks at follows
+from the key and the step. The last two are kept, so that one can be lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pavi.errors import LoadError, SettingError
+from pavi.schedule import Schedule, Stop
+from pavi.train import Inputs, State
+
+# Seconds between checkpoints, and how many are kept.
+INTERVAL = 60.0
+KEPT = 2
+
+
+class Progress(NamedTuple):
+    """What a checkpoint brings back: the inputs and state of training, ELBOs and seconds so far."""
+
+    inputs: Inputs
+    state: State
+    elbos: np.ndarray
+    seconds: np.ndarray
+    stop: Stop | None
+
+
+class Keeper:
+    """Writes checkpoints of one fit to a folder, and reads them back.
+
+    Args:
+        folder: where; made if need be.
+        identity: what fits must agree in to be the same: compared as text with what the folder holds.
+    """
+
+    def __init__(self, folder: str | os.PathLike, identity: Mapping[str, str]):
+        try:
+            import orbax.checkpoint as ocp
+        except ImportError as error:
+            raise SettingError("checkpoint=... needs Orbax: install the `checkpoint` extra.") from error
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        self._ocp, self.identity = ocp, dict(identity)
+        self.folder = Path(folder).absolute()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise SettingError(f"checkpoint={str(folder)!r} is a file; expected a folder, or a path to make one at.")
+        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, create=True, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._last = time.monotonic()
+
+    def write(
+        self,
+        inputs: Inputs,
+        state: State,
+        elbos: list[np.ndarray],
+        seconds: list[np.ndarray],
+        schedule: Schedule,
+        stop: Stop | None,
+    ) -> None:
+        """Writes a checkpoint, if the last one is old enough or training is over."""
+        if stop is None and time.monotonic() - self._last < INTERVAL:
+            return
+        meta = {
+            "identity": self.identity,
+            "decay": schedule.decay,
+            "reason": schedule.reason.name,
+            "early": schedule.early,
+            "pace": schedule.pace,
+            "stop": None if stop is None else stop.name,
+        }
+        history = {"elbos": np.concatenate(elbos), "seconds": np.concatenate(seconds)}
+        save, json = self._ocp.args.StandardSave, self._ocp.args.JsonSave
+        composite = self._ocp.args.Composite(
+            state=save(_named(_plain(state))),
+            inputs=save(_named((inputs.units, inputs.paces))),
+            history=save(history),
+            meta=json(meta),
+        )
+        self._manager.save(int(state.step), args=composite, force=True)
+        self._manager.wait_until_finished()
+        self._last = time.monotonic()
+
+    def read(self, inputs: Inputs, state: State, schedule: Schedule) -> Progress | None:
+        """The newest checkpoint that can be read, if there is any, in the form of given inputs and state.
+
+        Raises:
+            LoadError: if the folder belongs to another fit, or none of its checkpoints can be read.
+        """
+        failures = []
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                progress = self._read(step, inputs, state, schedule)
+            except LoadError:
+                raise
+            except Exception as error:
+                failures.append(step)
+                warnings.warn(f"Checkpoint {step} in {str(self.folder)!r} cannot be read ({error}).", stacklevel=2)
+                continue
+            for broken in failures:
+                self._manager.delete(broken)
+            return progress
+        if failures:
+            raise LoadError(
+                f"None of the checkpoints {failures} in {str(self.folder)!r} can be read. Delete the folder to start over, "
+                "or give another one."
+            )
+        return None
+
+    def _read(self, step: int, inputs: Inputs, state: State, schedule: Schedule) -> Progress:
+        restore, json = self._ocp.args.StandardRestore, self._ocp.args.JsonRestore
+        meta = self._manager.restore(step, args=self._ocp.args.Composite(meta=json()))["meta"]
+        for key, value in self.identity.items():
+            if meta["identity"].get(key) != value:
+                raise LoadError(
+                    f"The checkpoints in {str(self.folder)!r} are of another fit. Its {key}:\n{meta['identity'].get(key)}\n"
+                    f"that of this fit:\n{value}\nGive another folder, or delete this one."
+                )
+        plain = _plain(state)
+        found = self._manager.restore(
+            step,
+            args=self._ocp.args.Composite(
+                state=restore(_abstract(_named(plain))),
+                inputs=restore(_abstract(_named((inputs.units, inputs.paces)))),
+                history=restore(),
+            ),
+        )
+        units, paces = _unnamed((inputs.units, inputs.paces), found["inputs"])
+        plain = _unnamed(plain, found["state"])
+        schedule.decay = None if meta["decay"] is None else tuple(meta["decay"])
+        schedule.reason, schedule.early, schedule.pace = Stop[meta["reason"]], meta["early"], meta["pace"]
+        stop = None if meta["stop"] is None else Stop[meta["stop"]]
+        history = {name: np.asarray(values, np.float64) for name, values in found["history"].items()}
+        again = plain._replace(key=jax.random.wrap_key_data(plain.key))
+        return Progress(inputs._replace(units=units, paces=paces), again, history["elbos"], history["seconds"], stop)
+
+
+def _plain(state: State) -> State:
+    """A state with its random key as numbers."""
+    return state._replace(key=jax.random.key_data(state.key))
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """The arrays of a tree, by number."""
+    return {f"{k:04d}": jnp.asarray(leaf) for k, leaf in enumerate(jax.tree.leaves(tree))}
+
+
+def _unnamed(like: Any, arrays: Mapping[str, Any]) -> Any:
+    leaves, structure = jax.tree.flatten(like)
+    return jax.tree.unflatten(structure, [arrays[f"{k:04d}"] for k in range(len(leaves))])
+
+
+def _abstract(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for name, array in arrays.items()}
