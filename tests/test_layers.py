@@ -28,6 +28,7 @@ ORDER = [
     "reading",
     "planning",
     "storage",
+    "passes",
     "posterior",
     "api",
     "amortize",

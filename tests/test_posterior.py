@@ -161,3 +161,15 @@ def test_load_of_nothing_and_of_broken_files(fit, tmp_path):
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
     with pytest.raises(pavi.LoadError, match="not a whole saved fit"):
         pavi.load(tmp_path / "other.npz", model)
+
+
+def test_moments_can_be_written_to_zarr(fit, tmp_path, monkeypatch):
+    kept = fit.moments(num_samples=300)
+    monkeypatch.setattr(posterior_module, "TILE_BUDGET", 2**12)  # many tiles
+    stored = fit.moments(num_samples=300, store=tmp_path / "moments.zarr")
+    assert set(stored.data_vars) == set(kept.data_vars)
+    for name in kept.data_vars:
+        assert stored[name].dims == kept[name].dims
+        np.testing.assert_allclose(stored[name].values, kept[name].values, rtol=1e-4, atol=1e-5)
+    for name in kept.coords:
+        np.testing.assert_array_equal(stored[name].values, kept[name].values)

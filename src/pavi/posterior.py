@@ -8,28 +8,30 @@ so a slice equals the same slice of the whole. Plates that the wanted sites are 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import xarray as xr
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
-from pavi import data as observed_data
-from pavi import rows as row_ops
-from pavi.branch import Branch, choose_batch
-from pavi.cascade import Pass, Study, cascade
-from pavi.compiling import quick_jit
+from pavi.branch import choose_batch
+from pavi.cascade import Study
 from pavi.data import Observations
 from pavi.errors import SettingError
 from pavi.families import Family, Units, Weights
+from pavi.passes import block_moments, draw, score
 from pavi.template import Kind, Level, Site, Template
 
 # Numbers held on the device while one tile is read.
 TILE_BUDGET = 2**22
 LARGEST_DRAW_BLOCK = 256
+# Tiles that wait to be written.
+MOST_WRITES = 8
 
 Where = Mapping[str, Sequence[int] | np.ndarray | slice | int]
 
@@ -145,11 +147,20 @@ class Posterior:
         where: Where | None = None,
         num_samples: int = 1000,
         rng_key: int | PRNGKeyArray = 0,
+        store: str | os.PathLike | None = None,
     ) -> xr.Dataset:
-        """Posterior mean and standard deviation, streamed: draws are summed up, never kept.
+        """Posterior mean and standard deviation, streamed: draws are summed up on the device, never kept.
+
+        Args:
+            sites: latent and deterministic sites to read; all by default.
+            where: members to read, by plate, as in `sample`.
+            num_samples: draws that are summed up.
+            rng_key: an int or a JAX key.
+            store: a path to write the moments to, as a Zarr store, for results larger than memory. What was there is
+                replaced.
 
         Returns:
-            A Dataset with leading dim "moment" = ["mean", "sd"], then plates and event dims.
+            A Dataset with leading dim "moment" = ["mean", "sd"], then plates and event dims; with `store`, opened lazily.
 
         Example:
             >>> import numpy as np, numpyro, numpyro.distributions as dist, pavi
@@ -164,23 +175,83 @@ class Posterior:
         wanted = self._wanted(sites)
         members = self._members(where)
         _check_count(num_samples)
-        shapes = {site.name: (*_sizes(site, members), *site.display_shape) for site in wanted}
-        means = {name: np.zeros(shape) for name, shape in shapes.items()}
-        squares = {name: np.zeros(shape) for name, shape in shapes.items()}
-        for site, place, draws, values in self._read(wanted, members, num_samples, rng_key, predict=False):
-            # Chan's update of a running mean and sum of squared deviations by a block of draws.
-            before, new = draws.start, len(values)
-            block_mean = values.mean(0, dtype=np.float64)
-            delta = block_mean - means[site.name][place]
-            deviations = ((values - block_mean) ** 2).sum(0)
-            means[site.name][place] += delta * (new / (before + new))
-            squares[site.name][place] += deviations + delta**2 * (before * new / (before + new))
-        arrays = {
-            name: np.stack([means[name], np.sqrt(squares[name] / max(num_samples - 1, 1))]).astype(jnp.result_type(float))
-            for name in shapes
-        }
-        dataset = self._dataset(wanted, members, arrays, ("moment",))
-        return dataset.assign_coords(moment=["mean", "sd"])
+        lead = {"moment": np.array(["mean", "sd"])}
+        shapes = {site.name: (2, *_sizes(site, members), *site.display_shape) for site in wanted}
+        if store is not None:
+            return self._stored_moments(store, wanted, members, shapes, num_samples, rng_key)
+        arrays = {name: np.zeros(shape, jnp.result_type(float)) for name, shape in shapes.items()}
+        for site, place, both in self._moment_tiles(wanted, members, num_samples, rng_key):
+            arrays[site.name][(slice(None), *place)] = both
+        return self._dataset(wanted, members, arrays, tuple(lead)).assign_coords(lead)
+
+    def _stored_moments(
+        self,
+        store: str | os.PathLike,
+        wanted: Sequence[Site],
+        members: dict[str, np.ndarray],
+        shapes: dict[str, tuple[int, ...]],
+        num_samples: int,
+        rng_key: Any,
+    ) -> xr.Dataset:
+        """Moments written to a Zarr store tile by tile while the next tile is computed; the store, opened."""
+        try:
+            import zarr
+        except ImportError as error:
+            raise SettingError("moments(store=...) needs Zarr: install the `zarr` extra.") from error
+        empty = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
+        layout = self._dataset(wanted, members, empty, ("moment",)).assign_coords(moment=[0, 1])
+        group = zarr.open_group(str(store), mode="w")
+        for name, values in layout.coords.items():
+            found = np.asarray(values)
+            group.create_array(str(name), data=found, dimension_names=[str(dim) for dim in values.dims])
+        levels = tuple(dict.fromkeys(site.level for site in wanted))
+        tile = next(iter(self._tiles(levels, members, num_samples)))[0]
+        arrays = {}
+        for site in wanted:
+            sizes = [len(tile.indices[plate]) for plate in site.level]
+            arrays[site.name] = group.create_array(
+                site.name,
+                shape=shapes[site.name],
+                chunks=(2, *sizes, *site.display_shape),
+                dtype="float32",
+                dimension_names=[str(dim) for dim in layout[site.name].dims],
+            )
+        with ThreadPoolExecutor(4) as pool:
+            writing: list[Future] = []
+            for site, place, both in self._moment_tiles(wanted, members, num_samples, rng_key):
+                writing.append(pool.submit(arrays[site.name].__setitem__, (slice(None), *place), both.astype(np.float32)))
+                while len(writing) > MOST_WRITES:
+                    writing.pop(0).result()
+            for each in writing:
+                each.result()
+        opened = xr.open_zarr(store, consolidated=False, chunks=None)
+        return opened.assign_coords(moment=["mean", "sd"])
+
+    def _moment_tiles(
+        self, wanted: Sequence[Site], members: dict[str, np.ndarray], num_samples: int, rng_key: Any
+    ) -> Iterator[tuple[Site, tuple[slice, ...], np.ndarray]]:
+        """Mean and sd of each wanted site, tile by tile: (site, where in its plates, both)."""
+        names = tuple(site.name for site in wanted)
+        levels = tuple(dict.fromkeys(site.level for site in wanted))
+        running: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for tile, draws, ids in self._tiles(levels, members, num_samples):
+            inputs = (self._inputs(), tile.indices, ids, np.int32(draws.stop - draws.start), seed_of(rng_key))
+            found = block_moments(self._study, self._family, names, *inputs)
+            for site in wanted:
+                if not self._counts_here(site, tile):
+                    continue
+                place = tuple(tile.slices[plate] for plate in site.level)
+                keep = tuple(slice(s.stop - s.start) for s in place)
+                mean, deviations = (np.asarray(part)[keep].astype(np.float64) for part in found[site.name])
+                if draws.start:  # Chan's update of a running mean and sum of squared deviations by a block of draws
+                    before, new = draws.start, draws.stop - draws.start
+                    delta = mean - running[site.name][0]
+                    mean = running[site.name][0] + delta * (new / (before + new))
+                    deviations = running[site.name][1] + deviations + delta**2 * (before * new / (before + new))
+                running[site.name] = mean, deviations
+                if draws.stop == num_samples:
+                    both = np.stack([mean, np.sqrt(deviations / max(num_samples - 1, 1))])
+                    yield site, place, both.reshape(2, *both.shape[1 : 1 + len(place)], *site.display_shape)
 
     def elbo(self, num_samples: int = 64, rng_key: int | PRNGKeyArray = 0) -> Elbo:
         """The ELBO of the full study, a lower bound on the log evidence, with its Monte Carlo standard error.
@@ -200,7 +271,7 @@ class Posterior:
         levels = tuple(dict.fromkeys(s.level for s in self.template.sites if s.kind is not Kind.DETERMINISTIC))
         total = np.zeros(num_samples)
         for tile, draws, ids in self._tiles(levels, members, num_samples):
-            terms = _score(self._study, self._family, self._inputs(), tile.indices, tile.counts, ids, seed_of(rng_key))
+            terms = score(self._study, self._family, self._inputs(), tile.indices, tile.counts, ids, seed_of(rng_key))
             for name, values in terms.items():
                 if self._counts_here(self.template.site(name), tile):
                     total[draws] += np.asarray(values, np.float64)[: draws.stop - draws.start]
@@ -288,7 +359,7 @@ class Posterior:
         names = tuple(site.name for site in wanted)
         levels = tuple(dict.fromkeys(site.level for site in wanted))
         for tile, draws, ids in self._tiles(levels, members, num_samples):
-            found = _draw(self._study, self._family, names, predict, self._inputs(), tile.indices, ids, seed_of(rng_key))
+            found = draw(self._study, self._family, names, predict, self._inputs(), tile.indices, ids, seed_of(rng_key))
             for site in wanted:
                 if self._counts_here(site, tile):
                     place = tuple(tile.slices[plate] for plate in site.level)
@@ -363,52 +434,3 @@ def seed_of(rng_key: int | PRNGKeyArray) -> np.ndarray:
     key = jnp.asarray(rng_key)
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     return np.asarray(data)
-
-
-@quick_jit(static_argnums=(0, 1, 2, 3))
-def _draw(
-    study: Study,
-    family: Family,
-    names: tuple[str, ...],
-    predict: bool,
-    inputs: tuple,
-    indices: dict,
-    ids: Array,
-    seed: Array,
-) -> dict[str, Array]:
-    counts = {plate: jnp.ones(len(index), bool) for plate, index in indices.items()}
-
-    def one(draw: Array) -> dict[str, Array]:
-        found, _ = _pass(study, family, inputs, indices, counts, draw, seed, predict)
-        return {name: found.values[name] for name in names}
-
-    return jax.vmap(one)(ids)
-
-
-@quick_jit(static_argnums=(0, 1))
-def _score(
-    study: Study, family: Family, inputs: tuple, indices: dict, counts: dict, ids: Array, seed: Array
-) -> dict[str, Float[Array, " draws"]]:
-    """log p - log q of each site, summed over a tile's members, for each draw."""
-
-    def one(draw: Array) -> dict[str, Array]:
-        found, branch = _pass(study, family, inputs, indices, counts, draw, seed, False)
-        return {
-            name: branch.weigh(study.template.site(name).level, log_p - found.log_q.get(name, 0.0))
-            for name, log_p in found.log_p.items()
-        }
-
-    return jax.vmap(one)(ids)
-
-
-def _pass(
-    study: Study, family: Family, inputs: tuple, indices: dict, counts: dict, draw: Array, seed: Array, predict: bool
-) -> tuple[Pass, Branch]:
-    weights, units, arguments, arrays = inputs
-    template = study.template
-    branch = Branch(indices, {plate: jnp.ones(len(index)) for plate, index in indices.items()}, counts)
-    encodings = {level: row_ops.gather(rows, branch.at(level)) for level, rows in weights.rows.items()}
-    sliced = observed_data.at_branch(template, arrays, branch, frozenset())
-    sampler = family.sampler(template, units, weights.shared)
-    key = jax.random.fold_in(jax.random.wrap_key_data(seed), draw)
-    return cascade(study, arguments, sampler, encodings, branch, sliced, key, predict=predict), branch

@@ -1,0 +1,88 @@
+"""Compiled passes over a tile of members: draws, their moments, and their scores."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pavi import data as observed_data
+from pavi import rows as row_ops
+from pavi.branch import Branch
+from pavi.cascade import Pass, Study, cascade
+from pavi.compiling import quick_jit
+from pavi.families import Family
+
+
+def draw_values(
+    study: Study,
+    family: Family,
+    names: tuple[str, ...],
+    predict: bool,
+    inputs: tuple,
+    indices: dict,
+    ids: Array,
+    seed: Array,
+) -> dict[str, Array]:
+    counts = {plate: jnp.ones(len(index), bool) for plate, index in indices.items()}
+
+    def one(draw: Array) -> dict[str, Array]:
+        found, _ = _pass(study, family, inputs, indices, counts, draw, seed, predict)
+        return {name: found.values[name] for name in names}
+
+    return jax.vmap(one)(ids)
+
+
+draw = quick_jit(static_argnums=(0, 1, 2, 3))(draw_values)
+
+
+@quick_jit(static_argnums=(0, 1, 2))
+def block_moments(
+    study: Study,
+    family: Family,
+    names: tuple[str, ...],
+    inputs: tuple,
+    indices: dict,
+    ids: Array,
+    count: Array,
+    seed: Array,
+) -> dict[str, tuple[Array, Array]]:
+    """Mean and sum of squared deviations of the first `count` of a block of draws."""
+    draws = draw_values(study, family, names, False, inputs, indices, ids, seed)
+    counts = jnp.arange(len(ids)) < count
+
+    def summed(values: Array) -> tuple[Array, Array]:
+        used = counts.reshape(-1, *(1,) * (values.ndim - 1))
+        mean = jnp.where(used, values, 0.0).sum(0) / count
+        return mean, jnp.where(used, (values - mean) ** 2, 0.0).sum(0)
+
+    return {name: summed(values) for name, values in draws.items()}
+
+
+@quick_jit(static_argnums=(0, 1))
+def score(
+    study: Study, family: Family, inputs: tuple, indices: dict, counts: dict, ids: Array, seed: Array
+) -> dict[str, Float[Array, " draws"]]:
+    """log p - log q of each site, summed over a tile's members, for each draw."""
+
+    def one(draw: Array) -> dict[str, Array]:
+        found, branch = _pass(study, family, inputs, indices, counts, draw, seed, False)
+        return {
+            name: branch.weigh(study.template.site(name).level, log_p - found.log_q.get(name, 0.0))
+            for name, log_p in found.log_p.items()
+        }
+
+    return jax.vmap(one)(ids)
+
+
+def _pass(
+    study: Study, family: Family, inputs: tuple, indices: dict, counts: dict, number: Array, seed: Array, predict: bool
+) -> tuple[Pass, Branch]:
+    weights, units, arguments, arrays = inputs
+    template = study.template
+    branch = Branch(indices, {plate: jnp.ones(len(index)) for plate, index in indices.items()}, counts)
+    encodings = {level: row_ops.gather(rows, branch.at(level)) for level, rows in weights.rows.items()}
+    sliced = observed_data.at_branch(template, arrays, branch, frozenset())
+    sampler = family.sampler(template, units, weights.shared)
+    key = jax.random.fold_in(jax.random.wrap_key_data(seed), number)
+    return cascade(study, arguments, sampler, encodings, branch, sliced, key, predict=predict), branch
