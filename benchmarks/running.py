@@ -11,14 +11,15 @@ import numpy as np
 from pavi.posterior import Posterior, seed_of
 from pavi.reading import read_study
 from pavi.schedule import early_rates
-from pavi.train import Inputs, Problem, State, chunk_runner, default_optimizers, prepare
+from pavi.stepping import Inputs, Problem, State, default_optimizers
+from pavi.train import chunk_runner, prepare
 
 
 def start(model: Callable, data: dict, family: Any, batch: dict[str, int], particles: int = 8, seed: int = 0):
     """A problem ready to step: (problem, inputs, state, study's observations)."""
     study, arguments, observations = read_study(model, data, (), None)
     problem = Problem(study, family, tuple(batch.items()), particles, *default_optimizers(family.row_rate))
-    inputs, state = prepare(problem, arguments, observations.arrays, seed_of(seed), True)
+    inputs, state = prepare(problem, arguments, observations, seed_of(seed), True)
     return problem, inputs, state, observations
 
 

@@ -7,6 +7,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "pavi"
 
 ORDER = [
     "errors",
+    "sources",
     "models",
     "compiling",
     "packing",
@@ -23,7 +24,9 @@ ORDER = [
     "elbo",
     "schedule",
     "starting",
+    "stepping",
     "train",
+    "streaming",
     "checkpoint",
     "reading",
     "planning",

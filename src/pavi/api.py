@@ -20,26 +20,15 @@ from pavi import storage
 from pavi.cascade import Study
 from pavi.checkpoint import Keeper, Progress
 from pavi.data import Observations
-from pavi.errors import LoadError, ModelError
+from pavi.errors import LoadError, ModelError, SettingError
 from pavi.families import PAVI, Family, Reading, Units, Weights
 from pavi.posterior import Posterior, seed_of
 from pavi.reading import check_batch, check_counts, members_per_step, read_saved_template, read_study, split_arguments
 from pavi.schedule import Schedule, Stop
 from pavi.starting import unconstrain, usual_starts
-from pavi.train import (
-    Inputs,
-    Problem,
-    State,
-    Trained,
-    best_start,
-    default_optimizers,
-    first_state,
-    history_of,
-    prepare,
-    report,
-    started_units,
-    train,
-)
+from pavi.stepping import Inputs, Problem, State, default_optimizers, first_state
+from pavi.streaming import runner
+from pavi.train import Trained, best_start, history_of, prepare, report, started_units, train
 
 # Fractions of the learning rate that are tried, one after the other, while steps fail.
 PACES = (1.0, 0.5, 0.125)
@@ -104,6 +93,11 @@ class Fit(Posterior):
             >>> again.sample(10).identical(fit.sample(10))
             True
         """
+        if self._observations.stored:
+            raise SettingError(
+                f"The data of {sorted(self._observations.stored)} lie outside of memory, so the fit cannot be saved with "
+                "them. Fit with `checkpoint=folder`: the same call brings the fit back."
+            )
         model_args, model_kwargs = eqx.combine(self._arguments, self._study.static.value)
         storage.write(
             path,
@@ -172,13 +166,13 @@ class Fit(Posterior):
             name: _matched(self._observations, observations, name, self.template.plate(name).size, size)
             for name, size in sizes.items()
         }
-        weights = family.extend(self._trained.weights, kept, study.template, observations.arrays)
+        weights = family.extend(self._trained.weights, kept, study.template, observations.everything)
         searched = steps is not None or bool(weights.rows)
         if not searched:
             trained = Reading(family, weights)
             return Fit(
                 study,
-                *family.settle(study, arguments, observations.arrays, self._units, weights),
+                *family.settle(study, arguments, observations.everything, self._units, weights),
                 self._units,
                 arguments,
                 observations,
@@ -263,7 +257,7 @@ def fit(
     check_batch(study.template, batch)
     family = PAVI() if family is None else family
     starts = usual_starts(study.template) if starts is None else starts
-    values = unconstrain(study, arguments, init or {}, observations.arrays)
+    values = unconstrain(study, arguments, init or {}, {} if observations.stored else observations.arrays)
     setting = Setting(
         family, batch, steps, num_particles, optimizer, seed_of(rng_key), progress_bar, started, starts, values, checkpoint
     )
@@ -292,7 +286,8 @@ def fit_study(study: Study, arguments: Any, observations: Observations, setting:
     optimizers = default_optimizers(family.row_rate) if optimizer is None else (optimizer, optimizer)
     for pace in PACES:
         problem, schedule = _problem(study, setting, optimizers, pace == PACES[0], pace)
-        inputs, state = prepare(problem, arguments, observations.arrays, setting.seed, schedule.short)
+        inputs, state = prepare(problem, arguments, observations, setting.seed, schedule.short)
+        run = runner(problem, observations.stored, schedule.short)
         keeper = None if setting.checkpoint is None else Keeper(setting.checkpoint, _identity(problem, setting))
         progress = None if keeper is None else keeper.read(inputs, state, schedule)
         if progress is not None and progress.stop is not None and progress.stop is not Stop.INTERRUPTED:
@@ -301,13 +296,22 @@ def fit_study(study: Study, arguments: Any, observations: Observations, setting:
         if progress is not None:
             inputs, state = progress.inputs, progress.state
         else:
-            inputs = inputs._replace(units=started_units(problem, inputs, setting.seed, setting.values))
+            inputs = inputs._replace(units=started_units(problem, inputs, inputs.data, setting.seed, setting.values))
             if setting.starts > 1:
                 inputs, state = best_start(
-                    problem, inputs, state, setting.seed, setting.starts, schedule, setting.values, setting.progress_bar
+                    problem,
+                    inputs,
+                    state,
+                    observations,
+                    setting.seed,
+                    setting.starts,
+                    schedule,
+                    setting.values,
+                    setting.progress_bar,
+                    run,
                 )
                 schedule.early = False  # that was in the trial
-        trained = _train(problem, inputs, state, schedule, setting, keeper, progress)
+        trained = _train(problem, inputs, state, schedule, setting, keeper, progress, run)
         if trained.stop is not Stop.NON_FINITE:
             break
     report(trained)
@@ -322,6 +326,7 @@ def _train(
     setting: Setting,
     keeper: Keeper | None,
     progress: Progress | None,
+    run: Callable[..., tuple[State, Any]],
 ) -> Trained:
     """Trains, from where a checkpoint stands if there is one, writing checkpoints if there is a keeper."""
     before = None if progress is None else (progress.elbos, progress.seconds)
@@ -331,7 +336,7 @@ def _train(
         if keeper is not None and stop is not Stop.NON_FINITE:
             keeper.write(inputs, state, elbos, seconds, schedule, stop)
 
-    return train(problem, inputs, state, schedule, started, setting.progress_bar, before, write)
+    return train(problem, inputs, state, schedule, started, setting.progress_bar, before, write, run)
 
 
 def _identity(problem: Problem, setting: Setting) -> dict[str, str]:
@@ -363,9 +368,10 @@ def refine(
     paces = np.ones(weights.shared.shape, weights.shared.dtype)
     inputs = Inputs(arguments, observations.arrays, units, paces)
     rng = np.random.default_rng(setting.seed)
-    memory = setting.family.init(study.template, rng, observations.arrays, problem.whole).memory
+    memory = setting.family.init(study.template, rng, observations.everything, problem.whole).memory
     state = first_state(*optimizers, jax.tree.map(jnp.array, weights._replace(memory=memory)), setting.seed)
-    trained = train(problem, inputs, state, schedule, setting.started, setting.progress_bar)
+    run = runner(problem, observations.stored, schedule.short)
+    trained = train(problem, inputs, state, schedule, setting.started, setting.progress_bar, run=run)
     report(trained)
     return _finish(problem, inputs, observations, trained)
 
@@ -381,7 +387,7 @@ def _finish(problem: Problem, inputs: Inputs, observations: Observations, traine
     reading = Reading(problem.family, trained.state.weights)
     return Fit(
         problem.study,
-        *reading.family.settle(problem.study, inputs.arguments, inputs.data, inputs.units, reading.weights),
+        *reading.family.settle(problem.study, inputs.arguments, observations.everything, inputs.units, reading.weights),
         inputs.units,
         inputs.arguments,
         observations,

@@ -21,7 +21,7 @@ import numpy as np
 
 from pavi.errors import LoadError, SettingError
 from pavi.schedule import Schedule, Stop
-from pavi.train import Inputs, State
+from pavi.stepping import Inputs, State
 
 # Seconds between checkpoints, and how many are kept.
 INTERVAL = 60.0

@@ -21,6 +21,7 @@ from numpyro.distributions import constraints
 from pavi import rows
 from pavi.branch import Branch
 from pavi.errors import DataError
+from pavi.sources import Stored, is_stored, take
 from pavi.template import Level, Site, Template
 from pavi.tracing import data_name
 
@@ -35,13 +36,20 @@ class Observations(NamedTuple):
     arrays: dict[str, Array]
     coords: dict[str, np.ndarray]
     event_dims: dict[str, tuple[str, ...]]
+    stored: dict[str, Stored] = {}  # noqa: RUF012
+    """Data of the sites that are not on the device."""
+
+    @property
+    def everything(self) -> dict[str, Any]:
+        """All data by site, on the device or stored."""
+        return {**self.arrays, **self.stored}
 
 
 def observe(
     template: Template, data: Mapping[str, Any] | xr.Dataset, supports: Mapping[str, constraints.Constraint | None]
 ) -> Observations:
-    """Checks the data of every observed site and puts it on the device."""
-    coords, event_dims, arrays = {}, {}, {}
+    """Checks the data of every observed site and puts it on the device, but for data that are stored elsewhere."""
+    coords, event_dims, arrays, stored = {}, {}, {}, {}
     if isinstance(data, xr.Dataset):
         coords = {str(name): np.asarray(data[name]) for name in data.coords if data[name].dims == (name,)}
     for site in template.observed:
@@ -52,6 +60,11 @@ def observe(
                 coords |= {str(dim): np.asarray(value[dim]) for dim in value.dims if dim in value.coords}
         else:
             array = _positional(template, site, value)
+        if isinstance(array, Stored):
+            some = take(array, spread_evenly(array.shape[: len(site.level)], MOST_MEASURED))
+            _check_values(site, some, supports.get(site.name))
+            stored[site.name] = array
+            continue
         _check_values(site, array, supports.get(site.name))
         arrays[site.name] = jnp.asarray(array)
     for plate in template.plates:
@@ -60,7 +73,7 @@ def observe(
                 f"Coordinate {plate.name!r} has {len(coords[plate.name])} labels, but plate {plate.name!r} has "
                 f"{plate.size} members."
             )
-    return Observations(arrays, coords, event_dims)
+    return Observations(arrays, coords, event_dims, stored)
 
 
 def sizes_of(template: Template, data: Mapping[str, Any] | xr.Dataset) -> dict[str, int]:
@@ -76,10 +89,19 @@ def sizes_of(template: Template, data: Mapping[str, Any] | xr.Dataset) -> dict[s
 
 
 def at_branch(template: Template, arrays: Mapping[str, Array], branch: Branch, whole: frozenset[str]) -> dict[str, Array]:
-    """The data of a branch's members. Plates in `whole` are known to be taken whole and in order."""
+    """The data of a branch's members, of the sites in `arrays`. Plates in `whole` are taken whole and in order."""
     return {
         site.name: arrays[site.name] if set(site.level) <= whole else rows.gather(arrays[site.name], branch.at(site.level))
         for site in template.observed
+        if site.name in arrays
+    }
+
+
+def stored_at(template: Template, stored: Mapping[str, Stored], indices: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The stored data at the product of some members of each plate, read now."""
+    return {
+        name: array.take(tuple(np.asarray(indices[plate]) for plate in template.site(name).level))
+        for name, array in stored.items()
     }
 
 
@@ -96,12 +118,12 @@ def summarize(template: Template, arrays: Mapping[str, Any], level: Level, size:
         if set(level) <= set(site.level):
             others = tuple(k for k, plate in enumerate(site.level) if plate not in level)
             array = arrays[site.name]
-            array = array if array.size > MOST_ON_HOST else np.asarray(array)
+            array = array if isinstance(array, Stored) or array.size > MOST_ON_HOST else np.asarray(array)
             means.append(array.mean(others, dtype=np.float32) if others else array)
     if not means:
         return np.zeros((*sizes, 0), np.float32)
     index = spread_evenly(sizes, MOST_MEASURED)
-    some = _flat([np.asarray(mean[np.ix_(*index)], np.float32) for mean in means], len(level))
+    some = _flat([np.asarray(take(mean, index), np.float32) for mean in means], len(level))
     some = some.reshape(-1, some.shape[-1])
     center, spread = some.mean(0), some.std(0)
     matrix = np.diag(np.where(spread > 1e-6, 1 / np.maximum(spread, 1e-6), 0.0))
@@ -112,6 +134,13 @@ def summarize(template: Template, arrays: Mapping[str, Any], level: Level, size:
         spread = ((some - center) @ matrix).std(0)
         matrix = matrix * np.where(spread > 1e-6, 1 / np.maximum(spread, 1e-6), 0.0)
     matrix, offset = matrix.astype(np.float32), (-center @ matrix).astype(np.float32)
+    if any(isinstance(mean, Stored) for mean in means):
+        # One is as long as the level along its first axis, and so are all: they are read side by side.
+        parts = []
+        for part, _ in next(mean for mean in means if isinstance(mean, Stored)).blocks():
+            index = (np.arange(part.start, part.stop),)
+            parts.append(_flat([np.asarray(take(mean, index), np.float32) for mean in means], len(level)) @ matrix + offset)
+        return np.concatenate(parts)
     if all(isinstance(mean, np.ndarray) for mean in means):
         return _flat(means, len(level)).astype(np.float32) @ matrix + offset
     return _project([jnp.asarray(mean) for mean in means], matrix, offset, len(level) - 1)
@@ -141,8 +170,13 @@ def spread_evenly(sizes: tuple[int, ...], most: int) -> tuple[np.ndarray, ...]:
     return tuple(chosen)
 
 
-def _named(template: Template, site: Site, value: xr.DataArray) -> tuple[np.ndarray, tuple[str, ...]]:
+def _named(template: Template, site: Site, value: xr.DataArray) -> tuple[Any, tuple[str, ...]]:
     missing = [plate for plate in site.level if plate not in value.dims]
+    if is_stored(value) and not missing:
+        rest = tuple(str(dim) for dim in value.dims if dim not in site.level)
+        stored = value.transpose(*site.level, *rest)
+        _check_stored(template, site, stored.shape)
+        return Stored(stored), rest
     if missing:
         raise DataError(
             f"Data of site {site.name!r} has dims {value.dims}, but lacks the plate(s) {missing}. In a Dataset, name the "
@@ -161,6 +195,9 @@ def _named(template: Template, site: Site, value: xr.DataArray) -> tuple[np.ndar
 
 
 def _positional(template: Template, site: Site, value: Any) -> Any:
+    if is_stored(value):
+        _check_stored(template, site, tuple(value.shape))
+        return Stored(value)
     array = value if isinstance(value, jax.Array | np.ndarray) else np.asarray(value)
     squeezed = _squeezed(site)
     if array.shape not in (site.shape, squeezed):
@@ -171,6 +208,15 @@ def _positional(template: Template, site: Site, value: Any) -> Any:
             "or pass an xarray.Dataset with dims named after the plates."
         )
     return array.reshape(site.shape).transpose(*site.axes, *(k for k in range(len(site.shape)) if k not in site.axes))
+
+
+def _check_stored(template: Template, site: Site, shape: tuple[int, ...]) -> None:
+    expected = (*template.sizes(site.level), *site.member_shape)
+    if shape != expected:
+        raise DataError(
+            f"Data of site {site.name!r} are stored in shape {shape}. Data that are read where they lie must have the axes "
+            f"of the plates {site.level} in front, then those of one member: shape {expected}. Store them that way."
+        )
 
 
 def _squeezed(site: Site) -> tuple[int, ...]:

@@ -15,9 +15,9 @@ import xarray as xr
 from pavi.errors import SettingError
 from pavi.families import PAVI, Family
 from pavi.reading import check_batch, members_per_step, split_arguments
+from pavi.stepping import default_optimizers, first_state
 from pavi.template import Template
 from pavi.tracing import data_name, trace
-from pavi.train import default_optimizers, first_state
 
 # Numbers a step holds per number that it touches: layers of a flow, forward and backward.
 STEP_COST = 12

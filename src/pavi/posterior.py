@@ -21,7 +21,7 @@ from jaxtyping import PRNGKeyArray
 
 from pavi.branch import choose_batch
 from pavi.cascade import Study
-from pavi.data import Observations
+from pavi.data import Observations, stored_at
 from pavi.errors import SettingError
 from pavi.families import Family, Units, Weights
 from pavi.passes import block_moments, draw, score
@@ -235,7 +235,7 @@ class Posterior:
         levels = tuple(dict.fromkeys(site.level for site in wanted))
         running: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for tile, draws, ids in self._tiles(levels, members, num_samples):
-            inputs = (self._inputs(), tile.indices, ids, np.int32(draws.stop - draws.start), seed_of(rng_key))
+            inputs = (self._inputs(tile), tile.indices, ids, np.int32(draws.stop - draws.start), seed_of(rng_key))
             found = block_moments(self._study, self._family, names, *inputs)
             for site in wanted:
                 if not self._counts_here(site, tile):
@@ -271,7 +271,7 @@ class Posterior:
         levels = tuple(dict.fromkeys(s.level for s in self.template.sites if s.kind is not Kind.DETERMINISTIC))
         total = np.zeros(num_samples)
         for tile, draws, ids in self._tiles(levels, members, num_samples):
-            terms = score(self._study, self._family, self._inputs(), tile.indices, tile.counts, ids, seed_of(rng_key))
+            terms = score(self._study, self._family, self._inputs(tile), tile.indices, tile.counts, ids, seed_of(rng_key))
             for name, values in terms.items():
                 if self._counts_here(self.template.site(name), tile):
                     total[draws] += np.asarray(values, np.float64)[: draws.stop - draws.start]
@@ -293,9 +293,7 @@ class Posterior:
     def _groups(self, num_samples: int, predict: bool, rng_key: int | PRNGKeyArray) -> dict[str, xr.Dataset]:
         groups = {"posterior": self.sample(num_samples, rng_key=rng_key)}
         arrays = {
-            site.name: np.asarray(self._observations.arrays[site.name]).reshape(
-                *self.template.sizes(site.level), *site.display_shape
-            )
+            site.name: np.asarray(self._data(site)).reshape(*self.template.sizes(site.level), *site.display_shape)
             for site in self.template.observed
         }
         groups["observed_data"] = self._dataset(self.template.observed, self._members(None), arrays, ())
@@ -303,8 +301,16 @@ class Posterior:
             groups["posterior_predictive"] = self.predict(num_samples, rng_key=rng_key)
         return groups
 
-    def _inputs(self) -> tuple[Any, ...]:
-        return self._weights, self._units, self._arguments, self._observations.arrays
+    def _data(self, site: Site) -> Any:
+        """All data of a site, read into memory where they are stored."""
+        stored = self._observations.stored.get(site.name)
+        if stored is None:
+            return self._observations.arrays[site.name]
+        return np.concatenate([part for _, part in stored.blocks()])
+
+    def _inputs(self, tile: Tile) -> tuple[Any, ...]:
+        stored = stored_at(self.template, self._observations.stored, tile.indices)
+        return self._weights, self._units, self._arguments, self._observations.arrays, stored
 
     def _wanted(self, sites: Sequence[str] | None) -> tuple[Site, ...]:
         readable = {site.name: site for site in (*self.template.latents, *self.template.deterministics)}
@@ -359,7 +365,7 @@ class Posterior:
         names = tuple(site.name for site in wanted)
         levels = tuple(dict.fromkeys(site.level for site in wanted))
         for tile, draws, ids in self._tiles(levels, members, num_samples):
-            found = draw(self._study, self._family, names, predict, self._inputs(), tile.indices, ids, seed_of(rng_key))
+            found = draw(self._study, self._family, names, predict, self._inputs(tile), tile.indices, ids, seed_of(rng_key))
             for site in wanted:
                 if self._counts_here(site, tile):
                     place = tuple(tile.slices[plate] for plate in site.level)

@@ -28,6 +28,7 @@ from pavi.branch import fixed_branch
 from pavi.cascade import Draw, Prior, Study, cascade, draw_prior
 from pavi.data import at_branch, spread_evenly
 from pavi.errors import SettingError
+from pavi.sources import take
 from pavi.template import Site, Template
 
 # Starts of a model that looks like a mixture, where the caller does not say.
@@ -91,7 +92,8 @@ def unconstrain(study: Study, arguments: Any, init: Mapping[str, Any], data: Map
     def first_members(arguments: Any, data: Mapping[str, Array]) -> dict[str, Array]:
         branch = fixed_branch({plate.name: jnp.zeros(1, jnp.int32) for plate in study.template.plates})
         sliced = at_branch(study.template, data, branch, frozenset())
-        return cascade(study, arguments, sampler, {}, branch, sliced, jax.random.key(0)).unconstrained
+        key = jax.random.key(0)
+        return cascade(study, arguments, sampler, {}, branch, sliced, key, predict=not data).unconstrained
 
     found = first_members(arguments, dict(data)) if init else {}
     values = {name: Start(found[name].reshape(-1)) for name in init}
@@ -101,7 +103,7 @@ def unconstrain(study: Study, arguments: Any, init: Mapping[str, Any], data: Map
     return values
 
 
-def other_start(template: Template, data: Mapping[str, Array], draws: Mapping[str, Array], number: int) -> dict[str, Start]:
+def other_start(template: Template, data: Mapping[str, Any], draws: Mapping[str, Array], number: int) -> dict[str, Start]:
     """Where latents outside of plates start, for the `number`-th start after the first.
 
     Args:
@@ -118,7 +120,7 @@ def other_start(template: Template, data: Mapping[str, Array], draws: Mapping[st
     return values
 
 
-def _points(observed: Site, array: Array, site: Site, number: int) -> np.ndarray:
+def _points(observed: Site, array: Any, site: Site, number: int) -> np.ndarray:
     """What is clustered in a start: observed elements, and in every other start their means over a plate.
 
     Elements may be too noisy to cluster, and means too mixed. Several vectors of one element are averaged.
@@ -130,7 +132,7 @@ def _points(observed: Site, array: Array, site: Site, number: int) -> np.ndarray
     index = dict(zip(kept, spread_evenly(tuple(array.shape[axis] for axis in kept), most), strict=True))
     if averaged is not None:
         index[averaged] = spread_evenly((array.shape[averaged],), MOST_AVERAGED)[0]
-    values = np.asarray(array[np.ix_(*(index[axis] for axis in range(plates)))], np.float64)
+    values = np.asarray(take(array, tuple(index[axis] for axis in range(plates))), np.float64)
     over = tuple(range(plates, values.ndim - tail)) + (() if averaged is None else (averaged,))
     return values.mean(over).reshape(-1, math.prod(site.member_shape[1:]))
 

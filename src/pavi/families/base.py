@@ -105,7 +105,7 @@ class Family(Protocol):
         """Weights for a study whose members `kept` names, per plate, from an earlier one (-1 for new ones)."""
         ...
 
-    def settle(self, study: Study, arguments: Any, data: Mapping[str, Array], units: Units, weights: Weights) -> Reading:
+    def settle(self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, weights: Weights) -> Reading:
         """The trained family as one that needs no data to be read: encodings of all members as rows."""
         ...
 

@@ -29,6 +29,7 @@ from pavi.families.base import (
 )
 from pavi.families.looking import encode_study, show
 from pavi.flows import MAF, Flow
+from pavi.sources import Stored
 from pavi.template import Level, Site, Template
 
 
@@ -99,6 +100,7 @@ class PAVI:
 
     def measure(self, template: Template, data: Mapping[str, Any], arguments: Any) -> Units:
         if isinstance(self.encodings, SetEncoder):
+            _refuse_stored(data)
             return Units(*self.encodings.measure(template, data, arguments))
         return Units({}, {})
 
@@ -116,9 +118,10 @@ class PAVI:
         }
         return {**rest, **weights.rows, **found}, memory
 
-    def settle(self, study: Study, arguments: Any, data: Mapping[str, Array], units: Units, weights: Weights) -> Reading:
+    def settle(self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, weights: Weights) -> Reading:
         if not isinstance(self.encodings, SetEncoder):
             return Reading(self, weights)
+        _refuse_stored(data)
         template = study.template
         split = self._layout(template).size
         found = encode_study(self.encodings, study, arguments, data, units, weights.shared[split:])
@@ -174,4 +177,13 @@ class PAVI:
                 for site in template.latents
             },
             {site.name: self.encodings.count_size(template, site.level) for site in template.latents},
+        )
+
+
+def _refuse_stored(data: Mapping[str, Any]) -> None:
+    stored = [name for name, array in data.items() if isinstance(array, Stored)]
+    if stored:
+        raise SettingError(
+            f"A SetEncoder reads all data on the device, but those of {stored} are stored elsewhere. Load them into memory "
+            "(numpy.asarray), or use free encodings."
         )

@@ -80,7 +80,7 @@ class UnamortizedFlows:
         rows = FreeEncodings().extend(weights.rows, kept, template, data)
         return Weights(weights.shared, rows, {})
 
-    def settle(self, study: Study, arguments: Any, data: Mapping[str, Array], units: Units, weights: Weights) -> Reading:
+    def settle(self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, weights: Weights) -> Reading:
         return Reading(self, weights)
 
     def sampler(self, template: Template, units: Units, shared: Array) -> Sampler:

@@ -1,0 +1,75 @@
+"""Data that stay where they are: memory maps, Zarr arrays and lazy xarray, read at the members that are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+# Numbers read together where all data are read once, from first to last.
+BLOCK = 2**24
+
+
+class Stored:
+    """An array outside of the device's memory, with the axes of its site's plates in front.
+
+    Args:
+        source: a `numpy.memmap`, a Zarr array, or an `xarray.DataArray` that has not been loaded.
+    """
+
+    def __init__(self, source: Any):
+        self.source = source
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.source.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.source.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def take(self, index: tuple[np.ndarray, ...]) -> np.ndarray:
+        """The part at the product of index vectors along the first axes."""
+        if isinstance(self.source, xr.DataArray):
+            return self.source[dict(zip(self.source.dims, index, strict=False))].values
+        if isinstance(self.source, np.ndarray):
+            return np.asarray(self.source[np.ix_(*index)])
+        rest = tuple(slice(None) for _ in range(self.ndim - len(index)))
+        return np.asarray(self.source.oindex[(*index, *rest)])
+
+    def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """All of it, some slices of the first axis at a time."""
+        step = max(1, BLOCK // max(self.size // self.shape[0], 1))
+        for start in range(0, self.shape[0], step):
+            part = slice(start, min(start + step, self.shape[0]))
+            yield part, self.take((np.arange(part.start, part.stop),))
+
+    def mean(self, axes: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """The mean over some axes, reading everything once."""
+        inner = tuple(axis for axis in axes if axis)
+        if 0 not in axes:
+            return np.concatenate([part.mean(inner, dtype=dtype) for _, part in self.blocks()])
+        sums = [part.sum(0, dtype=dtype).mean(tuple(axis - 1 for axis in inner)) for _, part in self.blocks()]
+        return (np.sum(sums, 0) / self.shape[0]).astype(dtype)
+
+
+def take(array: Any, index: tuple[np.ndarray, ...]) -> Any:
+    """The part of an array, stored or not, at the product of index vectors along its first axes."""
+    return array.take(index) if isinstance(array, Stored) else array[np.ix_(*index)]
+
+
+def is_stored(value: Any) -> bool:
+    """Whether data lie outside of memory and are to stay there."""
+    if isinstance(value, xr.DataArray):
+        return not value.variable._in_memory
+    return isinstance(value, np.memmap) or hasattr(value, "oindex")

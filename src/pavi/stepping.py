@@ -1,0 +1,218 @@
+"""One training step: a pure `init` / `step` pair and the records they work on.
+
+A step draws a branch, gathers the rows and the data of its members, differentiates the reduced ELBO, and writes back the
+shared weights and just those rows (paper, algorithm 2). Nothing in it grows with the study.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from pavi import data as observed_data
+from pavi import rows as row_ops
+from pavi.branch import Branch, draw_branch, fixed_branch
+from pavi.cascade import Draw, Prior, Study, cascade, draw_prior
+from pavi.compiling import quick_jit
+from pavi.elbo import reduced_elbo
+from pavi.families import Family, Glimpse, Units, Weights
+from pavi.template import Level, Site, Template
+
+# Adam with a short memory of squared gradients: they fall by orders of magnitude as the posterior narrows.
+ADAM = optax.scale_by_adam(b1=0.9, b2=0.95)
+SHARED_RATE = 5e-3
+PRIOR_DRAWS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Everything a compiled step depends on besides arrays. Equal problems share their compiled steps."""
+
+    study: Study
+    family: Family
+    batch: tuple[tuple[str, int], ...]
+    num_particles: int
+    optimizer: optax.GradientTransformation
+    row_optimizer: optax.GradientTransformation
+
+    @property
+    def template(self) -> Template:
+        return self.study.template
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {plate.name: plate.size for plate in self.template.plates}
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """The plates whose members are all taken in every step."""
+        return frozenset(plate for plate, count in self.batch if count == self.sizes[plate])
+
+    def step(self, inputs: Inputs, state: State, rate: Float[Array, ""], **stored: Array) -> tuple[State, Float[Array, ""]]:
+        return step(self, inputs, state, rate, stored)
+
+
+class Inputs(NamedTuple):
+    """The arrays a step reads and does not change."""
+
+    arguments: Any
+    data: dict[str, Array]
+    units: Units
+    paces: Float[Array | np.ndarray, " weights"] | float = 1.0
+    """What the rates of the shared weights are multiplied by, each: zero holds a weight."""
+
+
+class State(NamedTuple):
+    """The arrays a step changes."""
+
+    weights: Weights
+    optimizer: Any
+    row_optimizer: dict[Level, Any]
+    key: PRNGKeyArray
+    step: Int[Array, ""]
+    skipped: Int[Array, ""]
+
+
+@functools.cache
+def default_optimizers(row_rate: float) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """Optimizers of the shared weights and of the rows, whose learning rate is `row_rate` times the shared one."""
+    return optax.chain(ADAM, optax.scale(-SHARED_RATE)), optax.chain(ADAM, optax.scale(-row_rate * SHARED_RATE))
+
+
+def init(problem: Problem, data: Mapping[str, Any], seed: np.ndarray, start: int = 0) -> State:
+    """The state before the first step. `seed` is the data of a JAX key; other starts have other weights."""
+    weights = problem.family.init(problem.template, np.random.default_rng([*seed, start]), data, problem.whole)
+    return first_state(problem.optimizer, problem.row_optimizer, weights, seed)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def first_state(
+    optimizer: optax.GradientTransformation, row_optimizer: optax.GradientTransformation, weights: Weights, seed: Array
+) -> State:
+    """The state before the first step from given weights, which it takes over: their buffers are gone afterwards."""
+    zero = jnp.zeros((), jnp.int32)
+    row_states = {level: row_ops.init_optimizer(row_optimizer, rows) for level, rows in weights.rows.items()}
+    key = jax.random.wrap_key_data(seed)
+    return State(weights, optimizer.init(weights.shared), row_states, key, zero, zero)
+
+
+def prior_units(
+    study: Study, arguments: Any, data: dict[str, Array], seed: np.ndarray, values: Mapping[str, Any] = MappingProxyType({})
+) -> Units:
+    """Center and spread of each latent, by drawing from the prior for a few members spread over the plates.
+
+    Sites with given `values` are centered there, and the others where the prior puts them then.
+    """
+    draws = draws_of_prior(study, arguments, data, seed, dict(values))
+    center, spread = {}, {}
+    for name, drawn in draws.items():
+        low, middle, high = np.nanquantile(np.asarray(drawn), [0.16, 0.5, 0.84], axis=0)
+        half = (high - low) / 2
+        usable = np.isfinite(half) & (half > 0)
+        center[name] = np.where(np.isfinite(middle), middle, 0.0).astype(drawn.dtype)
+        spread[name] = np.where(usable, half, 1.0).astype(drawn.dtype)
+    return Units(center, spread, spread)
+
+
+@quick_jit(static_argnums=(0,))
+def draws_of_prior(
+    study: Study, arguments: Any, data: dict[str, Array], seed: Array, values: dict[str, Array]
+) -> dict[str, Array]:
+    """Unconstrained draws of every latent from the prior, with some sites held at given values."""
+    template = study.template
+
+    def sampler(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
+        if site.name in values:
+            return Draw(values[site.name], None, values[site.name])
+        return draw_prior(site, prior, encoding, given, key)
+
+    def one(k: Int[Array, ""]) -> dict[str, Array]:
+        indices = {plate.name: (k * plate.size // PRIOR_DRAWS)[None] for plate in template.plates}
+        branch = fixed_branch(indices)
+        sliced = observed_data.at_branch(template, data, branch, frozenset()) if data else {}
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed), k)
+        found = cascade(study, arguments, sampler, {}, branch, sliced, key, predict=not data)
+        return {name: value.reshape(-1) for name, value in found.unconstrained.items()}
+
+    return jax.vmap(one)(jnp.arange(PRIOR_DRAWS))
+
+
+def drawn_at(problem: Problem, key: PRNGKeyArray, number: Int[Array, ""]) -> tuple[Branch, PRNGKeyArray]:
+    """The branch that a step looks at, and the key of its noise."""
+    branch_key, noise_key = jax.random.split(jax.random.fold_in(key, number))
+    return draw_branch(branch_key, problem.sizes, dict(problem.batch)), noise_key
+
+
+def step(
+    problem: Problem,
+    inputs: Inputs,
+    state: State,
+    rate: Float[Array, ""],
+    stored: Mapping[str, Array] = MappingProxyType({}),
+) -> tuple[State, Float[Array, ""]]:
+    """One training step at a fraction `rate` of the optimizers' learning rates; returns the reduced ELBO too.
+
+    `stored` are the data, at this step's members, of the sites that are not among the inputs.
+
+    A step whose ELBO or gradient is not finite changes nothing but the count of skipped steps.
+    """
+    template, whole = problem.template, problem.whole
+    branch, noise_key = drawn_at(problem, state.key, state.step)
+    index = {level: () if set(level) <= whole else branch.at(level) for level in state.weights.rows}
+    rows = {level: row_ops.gather(array, index[level]) for level, array in state.weights.rows.items()}
+    row_states = {level: row_ops.gather(tree, index[level]) for level, tree in state.row_optimizer.items()}
+    sliced = {**observed_data.at_branch(template, inputs.data, branch, whole), **stored}
+
+    memory_index = {key: () if set(key[1]) <= whole else branch.at(key[1]) for key in state.weights.memory}
+    memory = {key: row_ops.gather(array, memory_index[key]) for key, array in state.weights.memory.items()}
+    glimpse = Glimpse(problem.study, inputs.arguments, branch, sliced)
+
+    def loss(shared: Array, rows: dict[Level, Array]) -> tuple[Float[Array, ""], Any]:
+        encodings, new_memory = problem.family.encode(Weights(shared, rows, memory), inputs.units, glimpse)
+        sampler = problem.family.sampler(template, inputs.units, shared)
+
+        def particle(key: PRNGKeyArray) -> Float[Array, ""]:
+            return reduced_elbo(problem.study, inputs.arguments, sampler, encodings, branch, sliced, key)
+
+        return -jax.vmap(particle)(jax.random.split(noise_key, problem.num_particles)).mean(), new_memory
+
+    (value, new_memory), (shared_grad, row_grads) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+        state.weights.shared, rows
+    )
+    # Zero times a number is zero exactly when the number is finite.
+    finite = jnp.isfinite(value + sum((0.0 * leaf).sum() for leaf in jax.tree.leaves((shared_grad, row_grads))))
+
+    def kept(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+    shared = state.weights.shared
+    updates, optimizer_state = problem.optimizer.update(shared_grad, state.optimizer, shared)
+    new_rows, new_row_states = {}, {}
+    for level, old in rows.items():
+        row_updates, row_state = row_ops.update(problem.row_optimizer, row_grads[level], row_states[level], old)
+        new_rows[level] = row_ops.scatter(state.weights.rows[level], index[level], kept(old + rate * row_updates, old))
+        row_state = kept(row_state, row_states[level])
+        new_row_states[level] = row_ops.scatter(state.row_optimizer[level], index[level], row_state)
+    new_memories = {
+        key: row_ops.scatter(array, memory_index[key], kept(new_memory[key], memory[key]))
+        for key, array in state.weights.memory.items()
+    }
+    new_state = State(
+        Weights(kept(shared + rate * inputs.paces * updates, shared), new_rows, new_memories),
+        kept(optimizer_state, state.optimizer),
+        new_row_states,
+        state.key,
+        state.step + 1,
+        state.skipped + ~finite,
+    )
+    return new_state, -value
