@@ -27,6 +27,7 @@ ORDER = [
     "stepping",
     "train",
     "streaming",
+    "sharding",
     "checkpoint",
     "reading",
     "planning",

@@ -25,6 +25,7 @@ from pavi.families import PAVI, Family, Reading, Units, Weights
 from pavi.posterior import Posterior, seed_of
 from pavi.reading import check_batch, check_counts, members_per_step, read_saved_template, read_study, split_arguments
 from pavi.schedule import Schedule, Stop
+from pavi.sharding import Sharded, gathered, sharded
 from pavi.starting import unconstrain, usual_starts
 from pavi.stepping import Inputs, Problem, State, default_optimizers, first_state
 from pavi.streaming import runner
@@ -214,6 +215,7 @@ def fit(
     rng_key: int | PRNGKeyArray = 0,
     progress_bar: bool = True,
     checkpoint: str | os.PathLike | None = None,
+    devices: int | Mapping[str, int] | None = None,
 ) -> Fit:
     """Fits the posterior of a NumPyro model with plates, given data.
 
@@ -236,6 +238,7 @@ def fit(
         progress_bar: show ELBO and steps per second while training.
         checkpoint: a folder to keep the state of training in, written every minute and at the end. The same call again
             goes on from there, to the same result.
+        devices: over how many devices to split the study along a plate, or `{plate: devices}`. By default one device.
 
     Returns:
         The fitted posterior. Ctrl-C ends training early and returns the fit so far.
@@ -259,7 +262,18 @@ def fit(
     starts = usual_starts(study.template) if starts is None else starts
     values = unconstrain(study, arguments, init or {}, {} if observations.stored else observations.arrays)
     setting = Setting(
-        family, batch, steps, num_particles, optimizer, seed_of(rng_key), progress_bar, started, starts, values, checkpoint
+        family,
+        batch,
+        steps,
+        num_particles,
+        optimizer,
+        seed_of(rng_key),
+        progress_bar,
+        started,
+        starts,
+        values,
+        checkpoint,
+        devices,
     )
     return fit_study(study, arguments, observations, setting)
 
@@ -278,6 +292,7 @@ class Setting(NamedTuple):
     starts: int = 1
     values: Mapping[str, Any] = MappingProxyType({})
     checkpoint: str | os.PathLike | None = None
+    devices: int | Mapping[str, int] | None = None
 
 
 def fit_study(study: Study, arguments: Any, observations: Observations, setting: Setting) -> Fit:
@@ -287,7 +302,7 @@ def fit_study(study: Study, arguments: Any, observations: Observations, setting:
     for pace in PACES:
         problem, schedule = _problem(study, setting, optimizers, pace == PACES[0], pace)
         inputs, state = prepare(problem, arguments, observations, setting.seed, schedule.short)
-        run = runner(problem, observations.stored, schedule.short)
+        run = _runner(problem, observations, schedule)
         keeper = None if setting.checkpoint is None else Keeper(setting.checkpoint, _identity(problem, setting))
         progress = None if keeper is None else keeper.read(inputs, state, schedule)
         if progress is not None and progress.stop is not None and progress.stop is not Stop.INTERRUPTED:
@@ -339,6 +354,15 @@ def _train(
     return train(problem, inputs, state, schedule, started, setting.progress_bar, before, write, run)
 
 
+def _runner(problem: Problem, observations: Observations, schedule: Schedule) -> Callable[..., tuple[State, Any]]:
+    """What runs a chunk of steps: on one device or several, with data on it or elsewhere."""
+    if problem.shards is None:
+        return runner(problem, observations.stored, schedule.short)
+    if observations.stored:
+        raise SettingError(f"devices=...: the data of {sorted(observations.stored)} are stored elsewhere. Load them first.")
+    return Sharded(problem)
+
+
 def _identity(problem: Problem, setting: Setting) -> dict[str, str]:
     """What two calls of `fit` must agree in for one to go on where the other stopped."""
     return {
@@ -379,12 +403,15 @@ def refine(
 def _problem(study: Study, setting: Setting, optimizers: tuple, early: bool, pace: float) -> tuple[Problem, Schedule]:
     chosen, load = members_per_step(study.template, setting.batch, setting.num_particles)
     problem = Problem(study, setting.family, tuple(chosen.items()), setting.num_particles, *optimizers)
+    if setting.devices is not None:
+        problem = sharded(problem, setting.devices)
     decays = setting.optimizer is None
     return problem, Schedule(study.template, chosen, setting.steps, decays=decays, load=load, early=early, pace=pace)
 
 
 def _finish(problem: Problem, inputs: Inputs, observations: Observations, trained: Trained) -> Fit:
-    reading = Reading(problem.family, trained.state.weights)
+    state = trained.state if problem.shards is None else gathered(trained.state)
+    reading = Reading(problem.family, state.weights)
     return Fit(
         problem.study,
         *reading.family.settle(problem.study, inputs.arguments, observations.everything, inputs.units, reading.weights),
@@ -395,7 +422,7 @@ def _finish(problem: Problem, inputs: Inputs, observations: Observations, traine
         stop=trained.stop,
         history=trained.history,
         batch=dict(problem.batch),
-        skipped=int(trained.state.skipped),
+        skipped=int(state.skipped),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,16 +21,19 @@ def reduced_elbo(
     branch: Branch,
     data: Mapping[str, Array],
     key: PRNGKeyArray,
+    share: Callable[[Level], float] = lambda level: 1.0,
 ) -> Float[Array, ""]:
     """ELBO^r[t]: one draw of q over the branch, each term weighted by one over the chance that its member was drawn."""
-    return weigh(study.template, branch, cascade(study, arrays, sampler, encodings, branch, data, key))
+    return weigh(study.template, branch, cascade(study, arrays, sampler, encodings, branch, data, key), share)
 
 
-def weigh(template: Template, branch: Branch, found: Pass) -> Float[Array, ""]:
-    """Sum over sites and members of weight * (log p - log q)."""
+def weigh(
+    template: Template, branch: Branch, found: Pass, share: Callable[[Level], float] = lambda level: 1.0
+) -> Float[Array, ""]:
+    """Sum over sites and members of weight * (log p - log q), each level counted by its share."""
     total = jnp.zeros(())
     for site in template.sites:
         if site.name in found.log_p:
             log_ratio = found.log_p[site.name] - found.log_q.get(site.name, 0.0)
-            total = total + branch.weigh(site.level, log_ratio)
+            total = total + share(site.level) * branch.weigh(site.level, log_ratio)
     return total

@@ -32,6 +32,8 @@ from pavi.template import Level, Site, Template
 ADAM = optax.scale_by_adam(b1=0.9, b2=0.95)
 SHARED_RATE = 5e-3
 PRIOR_DRAWS = 256
+# Name of the axis of devices.
+SHARD = "shard"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Problem:
     num_particles: int
     optimizer: optax.GradientTransformation
     row_optimizer: optax.GradientTransformation
+    shards: tuple[str, int] | None = None
+    """A plate that is split over devices, and into how many parts; a step then runs on one part of it."""
 
     @property
     def template(self) -> Template:
@@ -52,6 +56,15 @@ class Problem:
     @property
     def sizes(self) -> dict[str, int]:
         return {plate.name: plate.size for plate in self.template.plates}
+
+    @property
+    def parts(self) -> int:
+        """Over how many devices a step runs."""
+        return 1 if self.shards is None else self.shards[1]
+
+    def share(self, level: Level) -> float:
+        """What one device counts of a level: all of what only it has, else its part."""
+        return 1.0 if self.shards is None or self.shards[0] in level else 1 / self.parts
 
     @property
     def whole(self) -> frozenset[str]:
@@ -148,9 +161,36 @@ def draws_of_prior(
 
 
 def drawn_at(problem: Problem, key: PRNGKeyArray, number: Int[Array, ""]) -> tuple[Branch, PRNGKeyArray]:
-    """The branch that a step looks at, and the key of its noise."""
+    """The branch that a step looks at, and the key of its noise. On one of several devices: of its own part of the plate."""
     branch_key, noise_key = jax.random.split(jax.random.fold_in(key, number))
-    return draw_branch(branch_key, problem.sizes, dict(problem.batch)), noise_key
+    sizes, batch = problem.sizes, dict(problem.batch)
+    if problem.shards is None:
+        return draw_branch(branch_key, sizes, batch), noise_key
+    plate, parts = problem.shards
+    sizes[plate], batch[plate] = sizes[plate] // parts, batch[plate] // parts
+    everywhere = draw_branch(branch_key, sizes, batch)
+    own_key = jax.random.fold_in(jax.random.fold_in(branch_key, len(sizes)), jax.lax.axis_index(SHARD))
+    here = draw_branch(own_key, sizes, batch)
+    indices = {**everywhere.indices, plate: here.indices[plate]}
+    return Branch(indices, everywhere.weights, everywhere.mask), noise_key
+
+
+def _in_study(problem: Problem, branch: Branch) -> Branch:
+    """A branch with the indices that its members have in the whole study."""
+    if problem.shards is None:
+        return branch
+    plate, parts = problem.shards
+    first = jax.lax.axis_index(SHARD) * (problem.sizes[plate] // parts)
+    return Branch({**branch.indices, plate: branch.indices[plate] + first}, branch.weights, branch.mask)
+
+
+def _summed(problem: Problem, value: Array, shared_grad: Array, row_grads: dict[Level, Array]) -> tuple:
+    """Sums over devices: the ELBO, and the gradients of what they share."""
+    if problem.shards is None:
+        return value, shared_grad, row_grads
+    plate = problem.shards[0]
+    rows = {level: grad if plate in level else jax.lax.psum(grad, SHARD) for level, grad in row_grads.items()}
+    return jax.lax.psum(value, SHARD), jax.lax.psum(shared_grad, SHARD), rows
 
 
 def step(
@@ -175,6 +215,7 @@ def step(
 
     memory_index = {key: () if set(key[1]) <= whole else branch.at(key[1]) for key in state.weights.memory}
     memory = {key: row_ops.gather(array, memory_index[key]) for key, array in state.weights.memory.items()}
+    branch = _in_study(problem, branch)
     glimpse = Glimpse(problem.study, inputs.arguments, branch, sliced)
 
     def loss(shared: Array, rows: dict[Level, Array]) -> tuple[Float[Array, ""], Any]:
@@ -182,15 +223,18 @@ def step(
         sampler = problem.family.sampler(template, inputs.units, shared)
 
         def particle(key: PRNGKeyArray) -> Float[Array, ""]:
-            return reduced_elbo(problem.study, inputs.arguments, sampler, encodings, branch, sliced, key)
+            return reduced_elbo(problem.study, inputs.arguments, sampler, encodings, branch, sliced, key, problem.share)
 
         return -jax.vmap(particle)(jax.random.split(noise_key, problem.num_particles)).mean(), new_memory
 
     (value, new_memory), (shared_grad, row_grads) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
         state.weights.shared, rows
     )
+    value, shared_grad, row_grads = _summed(problem, value, shared_grad, row_grads)
     # Zero times a number is zero exactly when the number is finite.
     finite = jnp.isfinite(value + sum((0.0 * leaf).sum() for leaf in jax.tree.leaves((shared_grad, row_grads))))
+    if problem.shards is not None:
+        finite = jax.lax.pmin(finite.astype(jnp.int32), SHARD) > 0
 
     def kept(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)

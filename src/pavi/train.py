@@ -44,7 +44,7 @@ class Steppable(Protocol):
     def step(self, inputs: Inputs, state: State, rate: Float[Array, ""]) -> tuple[State, Float[Array, ""]]: ...
 
 
-def _run_chunk(
+def run_chunk(
     problem: Any, inputs: Inputs, state: State, rates: Array, count: Array, stored: Mapping[str, Array] | None = None
 ) -> tuple[State, Array]:
     """`count` steps in one compiled loop; the ELBO of each. `stored` are data of each step that lie elsewhere."""
@@ -59,9 +59,9 @@ def _run_chunk(
 
 @functools.cache
 def chunk_runner(quick: bool) -> Any:
-    """The compiled `_run_chunk`, compiled quickly for a fit that will be short."""
+    """The compiled `run_chunk`, compiled quickly for a fit that will be short."""
     options = quick_options() if quick else None
-    return jax.jit(_run_chunk, static_argnums=0, donate_argnums=2, compiler_options=options)
+    return jax.jit(run_chunk, static_argnums=0, donate_argnums=2, compiler_options=options)
 
 
 def prepare(
@@ -79,7 +79,7 @@ def prepare(
         state = init(problem, observations.everything, seed)
         paces = np.ones(state.weights.shared.shape, state.weights.shared.dtype)
         inputs = Inputs(arguments, observations.arrays, Units(zeros, zeros, zeros) | measured, paces)
-        if not observations.stored:
+        if not observations.stored and problem.shards is None:
             chunk_runner(quick).lower(problem, inputs, state, np.zeros(LONGEST_CHUNK, np.float32), np.int32(0))
         compiling.result()
     return inputs._replace(units=prior_units(problem.study, arguments, data, seed) | measured), state
