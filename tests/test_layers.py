@@ -34,6 +34,7 @@ ORDER = [
     "storage",
     "passes",
     "posterior",
+    "fitting",
     "api",
     "amortize",
     "loading",

@@ -33,9 +33,15 @@ def result(process):
     return json.loads(found[-1]) if found else None
 
 
-def test_with_all_members_in_a_step_eight_devices_do_what_one_does():
+@pytest.fixture(scope="module")
+def one():
+    """One device, all members in every step."""
+    return result(start(1, 16, 40))
+
+
+def test_with_all_members_in_a_step_eight_devices_do_what_one_does(one):
     """Every step's gradient is that of one device, so the ELBOs stay together."""
-    one, eight = (result(process) for process in [start(1, 16, 40), start(8, 16, 40)])
+    eight = result(start(8, 16, 40))
     np.testing.assert_allclose(eight["elbos"][0], one["elbos"][0], rtol=1e-5)
     np.testing.assert_allclose(eight["elbos"], one["elbos"], rtol=2e-3)
     np.testing.assert_allclose(eight["theta"], one["theta"], atol=0.01)
@@ -48,14 +54,13 @@ def test_with_some_members_in_a_step_the_posterior_is_the_same_within_noise():
     np.testing.assert_allclose(eight["mu"][0], one["mu"][0], atol=0.1)
 
 
-def test_two_processes_do_what_one_does():
+def test_two_processes_do_what_one_does(one):
     with socket.socket() as found:
         found.bind(("localhost", 0))
         address = f"localhost:{found.getsockname()[1]}"
     both = [start(4, 16, 40, address, 2, number, local_devices=2) for number in range(2)]
     first, second = (result(process) for process in both)
     assert second is None
-    one = result(start(1, 16, 40))
     np.testing.assert_allclose(first["elbos"], one["elbos"], rtol=2e-3)
     np.testing.assert_allclose(first["theta"], one["theta"], atol=0.01)
 

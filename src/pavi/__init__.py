@@ -2,11 +2,12 @@
 
 from pavi import baselines, models, plots
 from pavi.amortize import Amortized, amortize
-from pavi.api import Fit, fit
+from pavi.api import fit
 from pavi.diagnostics import BiasCheck, bias_check
 from pavi.encodings import FreeEncodings, SetEncoder
 from pavi.errors import DataError, LoadError, ModelError, PaviError, SettingError, TrainingError
 from pavi.families import PAVI
+from pavi.fitting import Fit
 from pavi.flows import MAF, Affine, Flow, PointMass, Spline
 from pavi.loading import load
 from pavi.planning import Plan, plan

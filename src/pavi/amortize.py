@@ -24,13 +24,13 @@ import xarray as xr
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from pavi import storage
-from pavi.api import Setting, refine
 from pavi.branch import Branch, distinct
 from pavi.cascade import Study, cascade, draw_prior
 from pavi.compiling import quick_jit
 from pavi.elbo import weigh
 from pavi.errors import LoadError, ModelError, SettingError
 from pavi.families import PAVI, Glimpse, Units, Weights
+from pavi.fitting import Setting, refine
 from pavi.posterior import Posterior, seed_of
 from pavi.reading import check_batch, read_saved_template, read_study, split_arguments, with_encoder
 from pavi.schedule import Schedule, Stop

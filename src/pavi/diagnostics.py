@@ -14,13 +14,13 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 from tqdm.auto import tqdm
 
-from pavi.api import Setting, fit_study
 from pavi.branch import fixed_branch
 from pavi.cascade import Study, cascade, draw_prior
 from pavi.data import Observations
 from pavi.encodings import FreeEncodings
 from pavi.errors import SettingError
 from pavi.families import PAVI, Family
+from pavi.fitting import Setting, fit_study
 from pavi.posterior import seed_of
 from pavi.reading import check_batch, split_arguments, usual_batch, with_encoder
 from pavi.tracing import read_template

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pavi import storage
 from pavi.amortize import Amortized, load_amortized
-from pavi.api import Fit, load_fit
+from pavi.fitting import Fit, load_fit
 
 
 def load(path: str | os.PathLike, model: Callable) -> Fit | Amortized:

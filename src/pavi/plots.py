@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from pavi.api import Fit
 from pavi.errors import SettingError
+from pavi.fitting import Fit
 from pavi.posterior import Posterior
 from pavi.template import Kind, Template
 

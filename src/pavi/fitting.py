@@ -1,0 +1,373 @@
+"""Fitting a study that has been read, and the posterior it gives, which can be saved and updated."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import xarray as xr
+from jaxtyping import PRNGKeyArray
+
+from pavi import storage
+from pavi.cascade import Study
+from pavi.checkpoint import Keeper, Progress
+from pavi.data import Observations
+from pavi.errors import LoadError, ModelError, SettingError
+from pavi.families import Family, Reading, Units, Weights
+from pavi.posterior import Posterior, seed_of
+from pavi.reading import members_per_step, read_saved_template, read_study, split_arguments
+from pavi.schedule import Schedule, Stop
+from pavi.sharding import Sharded, gathered, sharded
+from pavi.stepping import Inputs, Problem, State, default_optimizers, first_state
+from pavi.streaming import runner
+from pavi.train import Trained, best_start, history_of, prepare, report, started_units, train
+
+# Fractions of the learning rate that are tried, one after the other, while steps fail.
+PACES = (1.0, 0.5, 0.125)
+# An update sees this many times the members per step that the fit saw.
+UPDATE_BATCH = 4
+
+
+class Fit(Posterior):
+    """A fitted posterior, with how the fitting went.
+
+    Attributes:
+        stop: why training ended, a `Stop`; `str(fit.stop.value)` is a sentence.
+        history: "step", "elbo" and "seconds" (since the start of `fit`), one entry per step.
+        batch: members per step that each plate was trained with.
+        skipped: steps whose gradient was not finite.
+    """
+
+    def __init__(
+        self,
+        *parts: Any,
+        trained: Reading,
+        stop: Stop,
+        history: Mapping[str, np.ndarray],
+        batch: Mapping[str, int],
+        skipped: int = 0,
+    ):
+        super().__init__(*parts)
+        self._trained = trained
+        self.stop, self.history, self.batch, self.skipped = stop, dict(history), dict(batch), skipped
+
+    @property
+    def family(self) -> Family:
+        """The variational family that was fitted."""
+        return self._trained.family
+
+    @property
+    def num_weights(self) -> int:
+        """Trained numbers: shared weights plus rows."""
+        return self._trained.weights.count
+
+    def __repr__(self) -> str:
+        final = self.history["elbo"][-100:]
+        return (
+            f"Fit of {self.template.num_latents:,} latents with {self.num_weights:,} weights: "
+            f"{len(self.history['step']):,} steps in {self.history['seconds'][-1]:.1f} s, "
+            f"ELBO about {np.nanmean(final):.2f}; {self.stop.value}"
+        )
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Saves the fit to one file, with its data; `pavi.load(path, model)` brings it back.
+
+        Example:
+            >>> import numpy as np, numpyro, numpyro.distributions as dist, pavi, tempfile
+            >>> def model():
+            ...     mu = numpyro.sample("mu", dist.Normal(0, 5))
+            ...     with numpyro.plate("item", 4):
+            ...         numpyro.sample("x", dist.Normal(mu, 1))
+            >>> fit = pavi.fit(model, {"x": np.array([1.0, 2.0, 2.0, 3.0])}, progress_bar=False)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     fit.save(f"{folder}/fit.pavi")
+            ...     again = pavi.load(f"{folder}/fit.pavi", model)
+            >>> again.sample(10).identical(fit.sample(10))
+            True
+        """
+        if self._observations.stored:
+            raise SettingError(
+                f"The data of {sorted(self._observations.stored)} lie outside of memory, so the fit cannot be saved with "
+                "them. Fit with `checkpoint=folder`: the same call brings the fit back."
+            )
+        model_args, model_kwargs = eqx.combine(self._arguments, self._study.static.value)
+        storage.write(
+            path,
+            {
+                "template": str(self.template),
+                "family": self._trained.family,
+                "weights": self._trained.weights,
+                "units": self._units,
+                "data": self._observations,
+                "model_args": model_args,
+                "model_kwargs": model_kwargs,
+                "stop": self.stop.name,
+                "history": self.history,
+                "batch": self.batch,
+                "skipped": self.skipped,
+            },
+        )
+
+    def update(
+        self,
+        data: Mapping[str, Any] | xr.Dataset,
+        *,
+        model_args: tuple | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+        steps: int | None = None,
+        rng_key: int | PRNGKeyArray = 0,
+        progress_bar: bool = True,
+    ) -> Fit:
+        """A fit to new data, or to data with new members of a plate, that starts from this one.
+
+        The shared weights are kept and only encodings are searched. Members keep theirs: they are matched by their
+        coordinates where both data have some, else by position. With `pavi.SetEncoder` nothing is searched unless
+        `steps` is given, for which the networks are trained on.
+
+        Args:
+            data: all data of the study as it is now, as in `pavi.fit`.
+            model_args: the model's arguments now; by default those of this fit, with plate sizes read off the data.
+            model_kwargs: the model's keyword arguments now, likewise.
+            steps: training steps; by default a tenth of what this fit took.
+            rng_key: an int or a JAX key.
+            progress_bar: show progress.
+
+        Example:
+            >>> import numpy as np, numpyro, numpyro.distributions as dist, pavi
+            >>> def model():
+            ...     mu = numpyro.sample("mu", dist.Normal(0, 5))
+            ...     with numpyro.plate("group", 30):
+            ...         theta = numpyro.sample("theta", dist.Normal(mu, 1))
+            ...         numpyro.sample("x", dist.Normal(theta, 1))
+            >>> x = np.random.default_rng(0).normal(2.0, 1.4, size=33)
+            >>> fit = pavi.fit(model, {"x": x[:30]}, progress_bar=False)
+            >>> fit.update({"x": x}, progress_bar=False).sample(10)["theta"].sizes["group"]
+            33
+        """
+        started = time.perf_counter()
+        before = eqx.combine(self._arguments, self._study.static.value)
+        args = before[0] if model_args is None else model_args
+        kwargs = before[1] if model_kwargs is None else model_kwargs
+        resize = model_args is None and model_kwargs is None
+        study, arguments, observations = read_study(self._study.model, data, args, kwargs, resize)
+        sizes = {plate.name: plate.size for plate in study.template.plates}
+        if str(self.template.resized(sizes)) != str(study.template):
+            raise ModelError(f"The new data belong to another model:\n{study.template}\nThis fit is of\n{self.template}")
+        family = self.family
+        kept = {
+            name: _matched(self._observations, observations, name, self.template.plate(name).size, size)
+            for name, size in sizes.items()
+        }
+        weights = family.extend(self._trained.weights, kept, study.template, observations.everything)
+        searched = steps is not None or bool(weights.rows)
+        if not searched:
+            trained = Reading(family, weights)
+            return Fit(
+                study,
+                *family.settle(study, arguments, observations.everything, self._units, weights),
+                self._units,
+                arguments,
+                observations,
+                trained=trained,
+                stop=self.stop,
+                history=self.history,
+                batch=self.batch,
+                skipped=self.skipped,
+            )
+        steps = max(len(self.history["step"]) // 10, 50) if steps is None else steps
+        # There are few steps, so each sees more members.
+        batch = {plate: min(UPDATE_BATCH * count, sizes[plate]) for plate, count in self.batch.items()}
+        setting = Setting(family, batch, steps, 8, None, seed_of(rng_key), progress_bar, started)
+        return refine(study, arguments, observations, weights, self._units, setting, frozen=bool(weights.rows))
+
+
+def _matched(old: Observations, new: Observations, plate: str, old_size: int, size: int) -> np.ndarray:
+    """For each member of a plate now, which member it was before, or -1."""
+    if plate in old.coords and plate in new.coords:
+        before = {label: k for k, label in enumerate(old.coords[plate].tolist())}
+        return np.array([before.get(label, -1) for label in new.coords[plate].tolist()])
+    index = np.arange(size)
+    return np.where(index < old_size, index, -1)
+
+
+class Setting(NamedTuple):
+    """How to train: what `fit` was told."""
+
+    family: Family
+    batch: Mapping[str, int] | None
+    steps: int | None
+    num_particles: int
+    optimizer: optax.GradientTransformation | None
+    seed: np.ndarray
+    progress_bar: bool
+    started: float
+    starts: int = 1
+    values: Mapping[str, Any] = MappingProxyType({})
+    checkpoint: str | os.PathLike | None = None
+    devices: int | Mapping[str, int] | None = None
+
+
+def fit_study(study: Study, arguments: Any, observations: Observations, setting: Setting) -> Fit:
+    """Trains from scratch on a study that has been read; again and slower where too many steps were not finite."""
+    family, optimizer = setting.family, setting.optimizer
+    optimizers = default_optimizers(family.row_rate) if optimizer is None else (optimizer, optimizer)
+    for pace in PACES:
+        problem, schedule = _problem(study, setting, optimizers, pace == PACES[0], pace)
+        inputs, state = prepare(problem, arguments, observations, setting.seed, schedule.short)
+        run = _runner(problem, observations, schedule)
+        keeper = None if setting.checkpoint is None else Keeper(setting.checkpoint, _identity(problem, setting))
+        progress = None if keeper is None else keeper.read(inputs, state, schedule)
+        if progress is not None and progress.stop is not None and progress.stop is not Stop.INTERRUPTED:
+            trained = Trained(progress.state, history_of(progress.elbos, progress.seconds), progress.stop)
+            return _finish(problem, progress.inputs, observations, trained)
+        if progress is not None:
+            inputs, state = progress.inputs, progress.state
+        else:
+            inputs = inputs._replace(units=started_units(problem, inputs, inputs.data, setting.seed, setting.values))
+            if setting.starts > 1:
+                inputs, state = best_start(
+                    problem,
+                    inputs,
+                    state,
+                    observations,
+                    setting.seed,
+                    setting.starts,
+                    schedule,
+                    setting.values,
+                    setting.progress_bar,
+                    run,
+                )
+                schedule.early = False  # that was in the trial
+        trained = _train(problem, inputs, state, schedule, setting, keeper, progress, run)
+        if trained.stop is not Stop.NON_FINITE:
+            break
+    report(trained)
+    return _finish(problem, inputs, observations, trained)
+
+
+def _train(
+    problem: Problem,
+    inputs: Inputs,
+    state: State,
+    schedule: Schedule,
+    setting: Setting,
+    keeper: Keeper | None,
+    progress: Progress | None,
+    run: Callable[..., tuple[State, Any]],
+) -> Trained:
+    """Trains, from where a checkpoint stands if there is one, writing checkpoints if there is a keeper."""
+    before = None if progress is None else (progress.elbos, progress.seconds)
+    started = setting.started if progress is None else time.perf_counter() - progress.seconds[-1]
+
+    def write(state: State, elbos: list[np.ndarray], seconds: list[np.ndarray], stop: Stop | None) -> None:
+        if keeper is not None and stop is not Stop.NON_FINITE:
+            keeper.write(inputs, state, elbos, seconds, schedule, stop)
+
+    return train(problem, inputs, state, schedule, started, setting.progress_bar, before, write, run)
+
+
+def _runner(problem: Problem, observations: Observations, schedule: Schedule) -> Callable[..., tuple[State, Any]]:
+    """What runs a chunk of steps: on one device or several, with data on it or elsewhere."""
+    if problem.shards is None:
+        return runner(problem, observations.stored, schedule.short)
+    if observations.stored:
+        raise SettingError(f"devices=...: the data of {sorted(observations.stored)} are stored elsewhere. Load them first.")
+    return Sharded(problem)
+
+
+def _identity(problem: Problem, setting: Setting) -> dict[str, str]:
+    """What two calls of `fit` must agree in for one to go on where the other stopped."""
+    return {
+        "model": str(problem.template),
+        "family": repr(problem.family),
+        "batch": str(dict(problem.batch)),
+        "steps": str(setting.steps),
+        "number of particles": str(problem.num_particles),
+        "number of starts": str(setting.starts),
+        "random key": str(setting.seed.tolist()),
+    }
+
+
+def refine(
+    study: Study,
+    arguments: Any,
+    observations: Observations,
+    weights: Weights,
+    units: Units,
+    setting: Setting,
+    frozen: bool = False,
+) -> Fit:
+    """Trains on from given weights; with `frozen`, only the rows."""
+    optimizer, row_optimizer = default_optimizers(setting.family.row_rate)
+    optimizers = (optax.set_to_zero() if frozen else optimizer, row_optimizer)
+    problem, schedule = _problem(study, setting, optimizers, early=False, pace=1.0)
+    paces = np.ones(weights.shared.shape, weights.shared.dtype)
+    inputs = Inputs(arguments, observations.arrays, units, paces)
+    rng = np.random.default_rng(setting.seed)
+    memory = setting.family.init(study.template, rng, observations.everything, problem.whole).memory
+    state = first_state(*optimizers, jax.tree.map(jnp.array, weights._replace(memory=memory)), setting.seed)
+    run = runner(problem, observations.stored, schedule.short)
+    trained = train(problem, inputs, state, schedule, setting.started, setting.progress_bar, run=run)
+    report(trained)
+    return _finish(problem, inputs, observations, trained)
+
+
+def _problem(study: Study, setting: Setting, optimizers: tuple, early: bool, pace: float) -> tuple[Problem, Schedule]:
+    chosen, load = members_per_step(study.template, setting.batch, setting.num_particles)
+    problem = Problem(study, setting.family, tuple(chosen.items()), setting.num_particles, *optimizers)
+    if setting.devices is not None:
+        problem = sharded(problem, setting.devices)
+    decays = setting.optimizer is None
+    return problem, Schedule(study.template, chosen, setting.steps, decays=decays, load=load, early=early, pace=pace)
+
+
+def _finish(problem: Problem, inputs: Inputs, observations: Observations, trained: Trained) -> Fit:
+    state = trained.state if problem.shards is None else gathered(trained.state)
+    reading = Reading(problem.family, state.weights)
+    return Fit(
+        problem.study,
+        *reading.family.settle(problem.study, inputs.arguments, observations.everything, inputs.units, reading.weights),
+        inputs.units,
+        inputs.arguments,
+        observations,
+        trained=reading,
+        stop=trained.stop,
+        history=trained.history,
+        batch=dict(problem.batch),
+        skipped=int(state.skipped),
+    )
+
+
+def load_fit(path: str | os.PathLike, saved: Any, model: Callable) -> Fit:
+    """The fit of a saved file's content."""
+    try:
+        observations = saved["data"]
+        args, kwargs = saved["model_args"], saved["model_kwargs"]
+        expected = saved["template"]
+    except (KeyError, TypeError) as error:
+        raise LoadError(f"{str(path)!r} is a saved file, but not of a fit (it lacks {error}).") from error
+    template = read_saved_template(path, model, list(observations.arrays), args, kwargs, expected)
+    arrays = {name: jnp.asarray(array) for name, array in observations.arrays.items()}
+    static, arguments = split_arguments(args, kwargs)
+    study, units = Study(model, template, static), Units(*saved["units"])
+    trained = Reading(saved["family"], jax.tree.map(jnp.asarray, saved["weights"]))
+    return Fit(
+        study,
+        *trained.family.settle(study, arguments, arrays, units, trained.weights),
+        units,
+        arguments,
+        Observations(arrays, observations.coords, observations.event_dims),
+        trained=trained,
+        stop=Stop[saved["stop"]],
+        history=saved["history"],
+        batch=saved["batch"],
+        skipped=saved["skipped"],
+    )
