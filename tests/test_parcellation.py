@@ -44,12 +44,10 @@ def draw(model):
     return {name: np.asarray(site["value"]) for name, site in found.items() if site["type"] == "sample"}
 
 
-@pytest.mark.parametrize("labels", ["summed", "relaxed"])
-def test_both_forms_fit(labels):
-    model = pavi.models.parcellation(4, 3, 10, 5, 3, labels=labels)
+def test_the_relaxed_form_fits():
+    model = pavi.models.parcellation(4, 3, 10, 5, 3, labels="relaxed")
     truth = draw(model)
-    expected = (4, 10, 3, 5) if labels == "summed" else (4, 3, 10, 5)
-    assert truth["x"].shape == expected
+    assert truth["x"].shape == (4, 3, 10, 5)
     fit = pavi.fit(model, {"x": truth["x"]}, family=pavi.PAVI(flow=pavi.Affine()), steps=300, starts=1, progress_bar=False)
     assert fit.skipped < 5  # far below its location, the density of a Gumbel overflows
     assert np.isfinite(fit.elbo(16).mean)

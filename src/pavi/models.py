@@ -87,12 +87,10 @@ def parcellation(
         temperature: of relaxed labels.
 
     Example:
-        >>> import jax, numpyro, pavi
-        >>> model = pavi.models.parcellation(5, 6, 12, 4, 3)
-        >>> x = numpyro.infer.Predictive(model, num_samples=1)(jax.random.key(0))["x"][0]
-        >>> fit = pavi.fit(model, {"x": x}, family=pavi.PAVI(flow=pavi.Affine()), steps=50, progress_bar=False)
-        >>> fit.template.num_latents
-        234
+        >>> import pavi
+        >>> model = pavi.models.parcellation(1000, 2, 59_412, 64, 7)
+        >>> pavi.read_template(model, ["x"]).num_latents
+        416300346
     """
     if labels not in ("summed", "relaxed"):
         raise SettingError(f"parcellation(labels={labels!r}): expected 'summed' or 'relaxed'.")
