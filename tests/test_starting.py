@@ -36,7 +36,7 @@ def farthest(centers: np.ndarray) -> float:
     return np.linalg.norm(CENTERS[:, None] - centers, axis=-1).min(1).max()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_mixture_finds_all_its_components(seed):
     fit = pavi.fit(mixture, {"x": simulate(seed)}, steps=600, rng_key=seed, progress_bar=False)
     assert farthest(fit.moments(sites=["centers"])["centers"].values[0]) < 0.6
