@@ -9,7 +9,7 @@ import numpyro.distributions as dist
 import pytest
 
 import pavi
-from pavi.starting import components, usual_starts
+from pavi.starting import components, other_start, usual_starts
 
 CENTERS = np.array([[-4.0, 0.0], [0.0, 3.0], [4.0, -2.0]])
 
@@ -40,6 +40,18 @@ def farthest(centers: np.ndarray) -> float:
 def test_a_mixture_finds_all_its_components(seed):
     fit = pavi.fit(mixture, {"x": simulate(seed)}, steps=600, rng_key=seed, progress_bar=False)
     assert farthest(fit.moments(sites=["centers"])["centers"].values[0]) < 0.6
+
+
+@pytest.mark.parametrize("points", [1, 2])
+def test_fewer_data_than_components_are_no_obstacle(points):
+    def model():
+        centers = numpyro.sample("centers", dist.Normal(jnp.zeros((5, 2)), 4.0).to_event(2))
+        with numpyro.plate("group", 2, dim=-2), numpyro.plate("point", points, dim=-1):
+            numpyro.sample("x", dist.Normal(centers.mean(0), 1.0).to_event(1))
+
+    template = pavi.read_template(model, ["x"])
+    x = np.random.default_rng(0).normal(size=(2, points, 2))
+    assert all(not other_start(template, {"x": x}, {}, number) for number in (1, 2, 3))
 
 
 def test_a_start_is_where_it_was_asked_for():

@@ -114,7 +114,12 @@ def other_start(template: Template, data: Mapping[str, Any], draws: Mapping[str,
     for site in template.latents:
         if site.name in clustered:
             observed = template.site(clustered[site.name])
-            values[site.name] = _clusters(site, _points(observed, data[observed.name], site, number), number)
+            # Where there are fewer means than components, elements; where even these are too few, no start.
+            for way in (number, 1):
+                points = _points(observed, data[observed.name], site, way)
+                if len(points) >= site.member_shape[0]:
+                    values[site.name] = _clusters(site, points, number)
+                    break
         elif not site.level and not clustered:
             values[site.name] = Start(np.asarray(draws[site.name][number]))
     return values
