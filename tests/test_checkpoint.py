@@ -109,6 +109,10 @@ def test_bad_folders_are_refused(tmp_path, often):
     fit(tmp_path / "a", steps=50)
     with pytest.raises(pavi.LoadError, match=r"another fit. Its batch"):
         fit(tmp_path / "a", steps=50, batch={"group": 6})
+    with pytest.raises(pavi.LoadError, match=r"another fit. Its data"):
+        pavi.fit(model, {"x": X + 1}, checkpoint=tmp_path / "a", batch={"group": 5}, steps=50, progress_bar=False)
+    with pytest.raises(pavi.LoadError, match=r"another fit. Its starting values"):
+        fit(tmp_path / "a", steps=50, init={"mu": 1.0})
     for step in (tmp_path / "a").iterdir():
         if step.name.isdigit():
             shutil.rmtree(step / "state")

@@ -7,11 +7,12 @@ from the key and the step. The last two are kept, so that one can be lost.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,6 +145,14 @@ class Keeper:
         history = {name: np.asarray(values, np.float64) for name, values in found["history"].items()}
         again = plain._replace(key=jax.random.wrap_key_data(plain.key))
         return Progress(inputs._replace(units=units, paces=paces), again, history["elbos"], history["seconds"], stop)
+
+
+def digest(arrays: Sequence[np.ndarray]) -> str:
+    """A short text that differs where arrays do."""
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()[:16]
 
 
 def _plain(state: State) -> State:

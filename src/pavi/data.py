@@ -105,6 +105,15 @@ def stored_at(template: Template, stored: Mapping[str, Stored], indices: Mapping
     }
 
 
+def some_of(template: Template, observations: Observations) -> list[np.ndarray]:
+    """Data of some members of every observed site, spread evenly."""
+    everything = observations.everything
+    return [
+        np.asarray(take(everything[site.name], spread_evenly(template.sizes(site.level), MOST_MEASURED)))
+        for site in template.observed
+    ]
+
+
 def summarize(template: Template, arrays: Mapping[str, Any], level: Level, size: int) -> Any:
     """What the data say of each member of a level, in at most `size` standardized numbers: an array (*sizes, numbers).
 

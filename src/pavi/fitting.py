@@ -18,8 +18,8 @@ from jaxtyping import PRNGKeyArray
 
 from pavi import storage
 from pavi.cascade import Study
-from pavi.checkpoint import Keeper, Progress
-from pavi.data import Observations
+from pavi.checkpoint import Keeper, Progress, digest
+from pavi.data import Observations, some_of
 from pavi.errors import LoadError, ModelError, SettingError
 from pavi.families import Family, Reading, Units, Weights
 from pavi.posterior import Posterior, seed_of
@@ -223,7 +223,9 @@ def fit_study(study: Study, arguments: Any, observations: Observations, setting:
         problem, schedule = _problem(study, setting, optimizers, pace == PACES[0], pace)
         inputs, state = prepare(problem, arguments, observations, setting.seed, schedule.short)
         run = _runner(problem, observations, schedule)
-        keeper = None if setting.checkpoint is None else Keeper(setting.checkpoint, _identity(problem, setting))
+        keeper = (
+            None if setting.checkpoint is None else Keeper(setting.checkpoint, _identity(problem, setting, observations))
+        )
         progress = None if keeper is None else keeper.read(inputs, state, schedule)
         if progress is not None and progress.stop is not None and progress.stop is not Stop.INTERRUPTED:
             trained = Trained(progress.state, history_of(progress.elbos, progress.seconds), progress.stop)
@@ -283,7 +285,7 @@ def _runner(problem: Problem, observations: Observations, schedule: Schedule) ->
     return Sharded(problem)
 
 
-def _identity(problem: Problem, setting: Setting) -> dict[str, str]:
+def _identity(problem: Problem, setting: Setting, observations: Observations) -> dict[str, str]:
     """What two calls of `fit` must agree in for one to go on where the other stopped."""
     return {
         "model": str(problem.template),
@@ -293,6 +295,8 @@ def _identity(problem: Problem, setting: Setting) -> dict[str, str]:
         "number of particles": str(problem.num_particles),
         "number of starts": str(setting.starts),
         "random key": str(setting.seed.tolist()),
+        "starting values": digest([np.asarray(start.value) for _, start in sorted(setting.values.items())]),
+        "data": digest(some_of(problem.template, observations)),
     }
 
 
