@@ -12,9 +12,8 @@ from scipy import stats
 from pavi.branch import LARGEST_PAIRWISE, choose_batch, distinct, draw_branch
 
 
-@pytest.mark.parametrize(("size", "count"), [(6, 2), (5, 3), (7, 3)])
-def test_every_subset_is_equally_likely(size, count):
-    draws = 20_000
+@pytest.mark.parametrize(("size", "count", "draws"), [(6, 2, 20_000), (5, 3, 20_000), (7, 3, 20_000), (300, 2, 400_000)])
+def test_every_subset_is_equally_likely(size, count, draws):
     keys = jax.random.split(jax.random.key(0), draws)
     drawn = np.sort(np.asarray(jax.jit(jax.vmap(lambda key: distinct(key, size, count)))(keys)), axis=1)
     subsets = list(itertools.combinations(range(size), count))
@@ -23,7 +22,7 @@ def test_every_subset_is_equally_likely(size, count):
     assert stats.chisquare([found[subset] for subset in subsets]).pvalue > 1e-3
 
 
-@pytest.mark.parametrize(("size", "count"), [(10**9, 100), (1000, 400), (3000, LARGEST_PAIRWISE + 200), (100, 99)])
+@pytest.mark.parametrize(("size", "count"), [(10**9, 100), (1000, 400), (10**4, LARGEST_PAIRWISE + 200), (257, 64), (100, 99)])
 def test_members_are_distinct_and_in_range(size, count):
     drawn = np.asarray(distinct(jax.random.key(1), size, count))
     assert len(set(drawn.tolist())) == count
@@ -36,7 +35,8 @@ def test_the_compiled_draw_does_not_grow_with_the_plate():
         text = jax.jit(lambda key: distinct(key, size, 50)).lower(jax.random.key(0)).compile()
         return text.cost_analysis().get("flops", 0), text.memory_analysis().temp_size_in_bytes
 
-    assert operations(10**3) == operations(10**9)
+    small, large = operations(10**3), operations(10**9)
+    assert all(most <= least for most, least in zip(large, small, strict=True))
 
 
 def test_weights_are_one_over_the_inclusion_probability():

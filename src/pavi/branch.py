@@ -19,7 +19,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from pavi.template import Level
 
 # Up to this many drawn members, comparing all pairs is cheaper to compile and to run than sorting.
-LARGEST_PAIRWISE = 512
+LARGEST_PAIRWISE = 1024
+# Up to this many members, all are shuffled.
+SMALL_PLATE = 256
 
 
 class Branch(eqx.Module):
@@ -65,22 +67,29 @@ def _equally_weighted(indices: dict[str, Int[Array, " _"]], weights: dict[str, f
 def distinct(key: PRNGKeyArray, size: int, count: int) -> Int[Array, " count"]:
     """`count` distinct integers below `size`, every subset equally likely, in time that depends on `count` alone.
 
-    Draws with replacement, then redraws repeats until none is left. The procedure treats all labels alike, so the
-    resulting set is uniform. Where more than half are wanted, the ones to leave out are marked in one pass instead,
-    which is no more work.
+    The first `count` different ones of draws with replacement, of which there are enough: one in 10^15 times they would run
+    out. Where more than a quarter is wanted, all of them are shuffled instead, which is hardly more work. Neither loops,
+    since a loop whose end depends on what was drawn makes a GPU wait for its host.
     """
-    if 2 * count > size:
+    if size <= max(4 * count, SMALL_PLATE):
         return jax.lax.top_k(jax.random.uniform(key, (size,)), count)[1]
-    wide = (1 << (size - 1).bit_length()) - 1  # draws beyond `size` are redrawn as well, so no label is favoured
+    drawn = jax.random.randint(key, (_enough_draws(size, count),), 0, size)
+    new = ~_repeated(drawn)
+    place = jnp.where(new, jnp.cumsum(new) - 1, count)
+    return jnp.zeros(count, drawn.dtype).at[place].set(drawn, mode="drop")
 
-    def redraw(state: tuple[Int[Array, ""], Array, Array]) -> tuple[Int[Array, ""], Array, Array]:
-        round_, drawn, keep = state
-        bits = jax.random.bits(jax.random.fold_in(key, round_), (count,), jnp.uint32)
-        drawn = jnp.where(keep, drawn, (bits & wide).astype(jnp.int32))
-        return round_ + 1, drawn, (drawn < size) & ~_repeated(drawn)
 
-    start = (jnp.zeros((), jnp.int32), jnp.zeros(count, jnp.int32), jnp.zeros(count, bool))
-    return jax.lax.while_loop(lambda state: ~state[2].all(), redraw, start)[1]
+def _enough_draws(size: int, count: int) -> int:
+    """How many draws with replacement surely hold `count` different numbers."""
+    draws = count
+    while True:
+        left_out = math.exp(-draws / size)
+        repeats = draws - size * (1 - left_out)
+        variance = size * left_out * max(1 - (1 + draws / size) * left_out, 0.0)
+        needed = count + math.ceil(repeats + 12 * math.sqrt(variance) + 12)
+        if draws >= needed:
+            return draws
+        draws = needed
 
 
 def _repeated(drawn: Int[Array, " count"]) -> Bool[Array, " count"]:

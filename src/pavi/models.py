@@ -66,6 +66,9 @@ def parcellation(
     num_features: int = 64,
     num_networks: int = 7,
     *,
+    fingerprint_scale: float = 6.0,
+    population_scale: float = 6.0,
+    spread: float = 1.0,
     labels: str = "summed",
     temperature: float = 1.0,
 ) -> Callable[[], None]:
@@ -81,6 +84,9 @@ def parcellation(
         num_vertices: members of the plate "vertex".
         num_features: length of a fingerprint.
         num_networks: number of labels.
+        fingerprint_scale: prior standard deviation of the fingerprints.
+        population_scale: prior standard deviation of the population's logits.
+        spread: prior standard deviation of the logarithms of `kappa` and `gamma`.
         labels: "summed" sums the labels out exactly; observed site `x` of shape (subject, vertex, session, feature).
             "relaxed" draws them as points of the simplex (Gumbel-Softmax, the paper's form: logits plus Gumbel noise,
             `scores`, through a softmax) and makes sessions a plate; `x` has the shape (subject, session, vertex, feature).
@@ -96,12 +102,13 @@ def parcellation(
         raise SettingError(f"parcellation(labels={labels!r}): expected 'summed' or 'relaxed'.")
 
     def model() -> None:
-        mu = numpyro.sample("mu", dist.Normal(0.0, 6.0).expand([num_networks, num_features]).to_event(2))
-        kappa = numpyro.sample("kappa", dist.LogNormal(0.0, 1.0).expand([num_networks]).to_event(1))
-        gamma = numpyro.sample("gamma", dist.LogNormal(0.0, 1.0).expand([num_networks]).to_event(1))
+        mu = numpyro.sample("mu", dist.Normal(0.0, fingerprint_scale).expand([num_networks, num_features]).to_event(2))
+        kappa = numpyro.sample("kappa", dist.LogNormal(0.0, spread).expand([num_networks]).to_event(1))
+        gamma = numpyro.sample("gamma", dist.LogNormal(0.0, spread).expand([num_networks]).to_event(1))
         subjects = numpyro.plate("subject", num_subjects, dim=-2 if labels == "summed" else -3)
         with numpyro.plate("vertex", num_vertices, dim=-1):
-            population = numpyro.sample("population_logits", dist.Normal(0.0, 6.0).expand([num_networks]).to_event(1))
+            normal = dist.Normal(0.0, population_scale).expand([num_networks]).to_event(1)
+            population = numpyro.sample("population_logits", normal)
             with subjects:
                 logits = numpyro.sample("logits", dist.Normal(population, gamma).to_event(1))
                 if labels == "summed":
@@ -151,9 +158,9 @@ def simulate_cohort(
         num_vertices: vertices per subject.
         num_features: length of a fingerprint.
         num_networks: number of labels.
-        fingerprint_scale: standard deviation of the fingerprints; 6 in the model. Smaller makes labels harder to tell.
-        population_scale: standard deviation of the population's logits; 6 in the model.
-        spread: standard deviation of the logarithms of `kappa` and `gamma`; 1 in the model.
+        fingerprint_scale: standard deviation of the fingerprints. Smaller makes labels harder to tell.
+        population_scale: standard deviation of the population's logits.
+        spread: standard deviation of the logarithms of `kappa` and `gamma`.
         dtype: of the data.
         store: an array to write the data to subject by subject, such as `zarr.create_array(...)` or a memory map of the
             right shape; by default they stay on the device.
