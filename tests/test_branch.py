@@ -22,7 +22,9 @@ def test_every_subset_is_equally_likely(size, count, draws):
     assert stats.chisquare([found[subset] for subset in subsets]).pvalue > 1e-3
 
 
-@pytest.mark.parametrize(("size", "count"), [(10**9, 100), (1000, 400), (10**4, LARGEST_PAIRWISE + 200), (257, 64), (100, 99)])
+@pytest.mark.parametrize(
+    ("size", "count"), [(10**9, 100), (1000, 400), (10**4, LARGEST_PAIRWISE + 200), (257, 64), (100, 99)]
+)
 def test_members_are_distinct_and_in_range(size, count):
     drawn = np.asarray(distinct(jax.random.key(1), size, count))
     assert len(set(drawn.tolist())) == count

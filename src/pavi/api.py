@@ -11,10 +11,13 @@ import optax
 import xarray as xr
 from jaxtyping import PRNGKeyArray
 
+from pavi.data import observe, usual_runs
 from pavi.families import PAVI, Family
 from pavi.fitting import Fit, Setting, fit_study
+from pavi.planning import Place, device_memory, folder_of, make_plan
 from pavi.posterior import seed_of
-from pavi.reading import check_batch, check_counts, read_study
+from pavi.reading import check_batch, check_counts, check_runs, read_model
+from pavi.sharding import number_of
 from pavi.starting import unconstrain, usual_starts
 
 
@@ -35,6 +38,8 @@ def fit(
     progress_bar: bool = True,
     checkpoint: str | os.PathLike | None = None,
     devices: int | Mapping[str, int] | None = None,
+    placement: str | os.PathLike | None = None,
+    runs: Mapping[str, int] | None = None,
 ) -> Fit:
     """Fits the posterior of a NumPyro model with plates, given data.
 
@@ -58,6 +63,11 @@ def fit(
         checkpoint: a folder to keep the state of training in, written every minute and at the end. The same call again
             goes on from there, to the same result.
         devices: over how many devices to split the study along a plate, or `{plate: devices}`. By default one device.
+        placement: where data and rows (encodings with their optimizer state) lie: "device"; "host", from where a step is
+            given those of its members; or a folder, in which rows are memory maps. By default on the device as far as there
+            is room: see `pavi.plan`. The result is the same.
+        runs: members of a plate to draw side by side, by plate, so that data stored in chunks are read in few pieces; by
+            default what fits the chunks of stored data, and one for data in memory.
 
     Returns:
         The fitted posterior. Ctrl-C ends training early and returns the fit so far.
@@ -74,11 +84,17 @@ def fit(
         <Stop.SETTLED: 'the ELBO settled: no gain beyond its own noise; the learning rate was then decayed to zero'>
     """
     started = time.perf_counter()
-    study, arguments, observations = read_study(model, data, model_args, model_kwargs)
+    study, arguments, supports = read_model(model, data, model_args, model_kwargs)
+    template = study.template
     check_counts(steps, num_particles, starts)
-    check_batch(study.template, batch)
+    check_batch(template, batch)
+    check_runs(template, runs)
     family = PAVI() if family is None else family
-    starts = usual_starts(study.template) if starts is None else starts
+    memory = device_memory() * number_of(devices)
+    planned = make_plan(template, arguments, data, family, batch, num_particles, memory, placement)
+    observations = observe(template, data, supports, on_host=planned.data_place is Place.HOST)
+    runs = usual_runs(template, observations.stored, planned.batch) if runs is None else runs
+    starts = usual_starts(template) if starts is None else starts
     values = unconstrain(study, arguments, init or {}, {} if observations.stored else observations.arrays)
     setting = Setting(
         family,
@@ -93,5 +109,8 @@ def fit(
         values,
         checkpoint,
         devices,
+        runs,
+        planned.rows_place is Place.HOST,
+        folder_of(placement),
     )
     return fit_study(study, arguments, observations, setting)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import equinox as eqx
 import jax
@@ -42,13 +43,29 @@ class Branch(eqx.Module):
         return terms
 
 
-def draw_branch(key: PRNGKeyArray, sizes: Mapping[str, int], batch: Mapping[str, int]) -> Branch:
-    """Draws `batch[plate]` distinct members of every plate, in time that does not grow with the plates."""
-    indices = {
-        plate: jnp.arange(size) if batch[plate] == size else distinct(jax.random.fold_in(key, k), size, batch[plate])
-        for k, (plate, size) in enumerate(sizes.items())
-    }
-    return _equally_weighted(indices, {plate: sizes[plate] / batch[plate] for plate in sizes})
+def draw_branch(
+    key: PRNGKeyArray,
+    sizes: Mapping[str, int],
+    batch: Mapping[str, int],
+    runs: Mapping[str, int] = MappingProxyType({}),
+) -> Branch:
+    """Draws `batch[plate]` distinct members of every plate, in time that does not grow with the plates.
+
+    Members of a plate in `runs` are drawn that many side by side, so that data stored in chunks are read in few pieces. All
+    runs are equally likely, and so is every member. The last run may go beyond the plate: what is beyond does not count.
+    """
+    indices, weights, mask = {}, {}, {}
+    for k, (plate, size) in enumerate(sizes.items()):
+        run = runs.get(plate, 1)
+        there, drawn = -(-size // run), batch[plate] // run
+        if batch[plate] == size:
+            there, drawn, run, first = 1, 1, 1, jnp.arange(size)
+        else:
+            first = distinct(jax.random.fold_in(key, k), there, drawn)
+        indices[plate] = first if run == 1 else (run * first[:, None] + jnp.arange(run)).reshape(-1)
+        weights[plate] = jnp.full(indices[plate].shape, there / drawn)
+        mask[plate] = indices[plate] < size
+    return Branch(indices, weights, mask)
 
 
 def fixed_branch(indices: Mapping[str, Int[Array, " _"]]) -> Branch:
@@ -119,3 +136,12 @@ def choose_batch(plates: Mapping[str, int], work: Mapping[Level, int], budget: i
         middle = (low + high + 1) // 2
         low, high = (middle, high) if cost(middle) <= budget else (low, middle - 1)
     return {plate: min(size, low) for plate, size in plates.items()}
+
+
+def fit_runs(
+    sizes: Mapping[str, int], batch: Mapping[str, int], runs: Mapping[str, int]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Members per step as whole numbers of runs, and the runs of the plates that are not taken whole."""
+    rounded = {plate: max(1, round(batch[plate] / run)) * run for plate, run in runs.items()}
+    fitting = {plate: min(count, sizes[plate]) for plate, count in {**batch, **rounded}.items()}
+    return fitting, {plate: run for plate, run in runs.items() if run > 1 and fitting[plate] < sizes[plate]}

@@ -161,14 +161,25 @@ def _plain(state: State) -> State:
 
 
 def _named(tree: Any) -> dict[str, Any]:
-    """The arrays of a tree, by number."""
-    return {f"{k:04d}": jnp.asarray(leaf) for k, leaf in enumerate(jax.tree.leaves(tree))}
+    """The arrays of a tree, by number. Those in host memory stay there."""
+    leaves = enumerate(jax.tree.leaves(tree))
+    return {f"{k:04d}": leaf if isinstance(leaf, np.ndarray) else jnp.asarray(leaf) for k, leaf in leaves}
 
 
 def _unnamed(like: Any, arrays: Mapping[str, Any]) -> Any:
     leaves, structure = jax.tree.flatten(like)
-    return jax.tree.unflatten(structure, [arrays[f"{k:04d}"] for k in range(len(leaves))])
+    found = [arrays[f"{k:04d}"] for k in range(len(leaves))]
+    for k, leaf in enumerate(leaves):
+        if isinstance(leaf, np.memmap):
+            leaf[...] = found[k]
+            found[k] = leaf
+    return jax.tree.unflatten(structure, found)
 
 
 def _abstract(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for name, array in arrays.items()}
+    return {
+        name: array
+        if isinstance(array, np.ndarray)
+        else jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+        for name, array in arrays.items()
+    }

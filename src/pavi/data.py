@@ -28,6 +28,8 @@ from pavi.tracing import data_name
 # Members on which summaries are fitted; data of more numbers than this are summarized where they are.
 MOST_MEASURED = 10_000
 MOST_ON_HOST = 2**22
+# Runs of neighbours that a step sees of a plate, at least.
+FEWEST_RUNS = 8
 
 
 class Observations(NamedTuple):
@@ -46,9 +48,15 @@ class Observations(NamedTuple):
 
 
 def observe(
-    template: Template, data: Mapping[str, Any] | xr.Dataset, supports: Mapping[str, constraints.Constraint | None]
+    template: Template,
+    data: Mapping[str, Any] | xr.Dataset,
+    supports: Mapping[str, constraints.Constraint | None],
+    on_host: bool = False,
 ) -> Observations:
-    """Checks the data of every observed site and puts it on the device, but for data that are stored elsewhere."""
+    """Checks the data of every observed site and puts it on the device, but for data that are stored elsewhere.
+
+    With `on_host`, arrays in host memory stay there.
+    """
     coords, event_dims, arrays, stored = {}, {}, {}, {}
     if isinstance(data, xr.Dataset):
         coords = {str(name): np.asarray(data[name]) for name in data.coords if data[name].dims == (name,)}
@@ -66,6 +74,9 @@ def observe(
             stored[site.name] = array
             continue
         _check_values(site, array, supports.get(site.name))
+        if on_host and not isinstance(array, jax.Array):
+            stored[site.name] = Stored(array)
+            continue
         arrays[site.name] = jnp.asarray(array)
     for plate in template.plates:
         if plate.name in coords and len(coords[plate.name]) != plate.size:
@@ -103,6 +114,20 @@ def stored_at(template: Template, stored: Mapping[str, Stored], indices: Mapping
         name: array.take(tuple(np.asarray(indices[plate]) for plate in template.site(name).level))
         for name, array in stored.items()
     }
+
+
+def usual_runs(template: Template, stored: Mapping[str, Stored], batch: Mapping[str, int]) -> dict[str, int]:
+    """How many members to draw side by side where data are stored in chunks: so many that a step reads few chunks.
+
+    A run lies within a chunk, and a step still sees several of each plate.
+    """
+    runs: dict[str, int] = {}
+    for name, array in stored.items():
+        for plate, chunk in zip(template.site(name).level, array.chunks, strict=False):
+            most = min(chunk, batch[plate] // FEWEST_RUNS)
+            run = next((length for length in range(most, 1, -1) if chunk % length == 0), 1)
+            runs[plate] = max(run, runs.get(plate, 1))
+    return {plate: run for plate, run in runs.items() if run > 1}
 
 
 def some_of(template: Template, observations: Observations) -> list[np.ndarray]:

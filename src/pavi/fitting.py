@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ import xarray as xr
 from jaxtyping import PRNGKeyArray
 
 from pavi import storage
+from pavi.branch import fit_runs
 from pavi.cascade import Study
 from pavi.checkpoint import Keeper, Progress, digest
 from pavi.data import Observations, some_of
@@ -26,7 +28,7 @@ from pavi.posterior import Posterior, seed_of
 from pavi.reading import members_per_step, read_saved_template, read_study, split_arguments
 from pavi.schedule import Schedule, Stop
 from pavi.sharding import Sharded, gathered, sharded
-from pavi.stepping import Inputs, Problem, State, default_optimizers, first_state
+from pavi.stepping import Inputs, Problem, State, default_optimizers, place
 from pavi.streaming import runner
 from pavi.train import Trained, best_start, history_of, prepare, report, started_units, train
 
@@ -185,7 +187,8 @@ class Fit(Posterior):
         steps = max(len(self.history["step"]) // 10, 50) if steps is None else steps
         # There are few steps, so each sees more members.
         batch = {plate: min(UPDATE_BATCH * count, sizes[plate]) for plate, count in self.batch.items()}
-        setting = Setting(family, batch, steps, 8, None, seed_of(rng_key), progress_bar, started)
+        hosted = any(isinstance(rows, np.ndarray) for rows in self._trained.weights.rows.values())
+        setting = Setting(family, batch, steps, 8, None, seed_of(rng_key), progress_bar, started, rows_on_host=hosted)
         return refine(study, arguments, observations, weights, self._units, setting, frozen=bool(weights.rows))
 
 
@@ -213,6 +216,9 @@ class Setting(NamedTuple):
     values: Mapping[str, Any] = MappingProxyType({})
     checkpoint: str | os.PathLike | None = None
     devices: int | Mapping[str, int] | None = None
+    runs: Mapping[str, int] | None = None
+    rows_on_host: bool = False
+    folder: str | None = None
 
 
 def fit_study(study: Study, arguments: Any, observations: Observations, setting: Setting) -> Fit:
@@ -282,6 +288,8 @@ def _runner(problem: Problem, observations: Observations, schedule: Schedule) ->
         return runner(problem, observations.stored, schedule.short)
     if observations.stored:
         raise SettingError(f"devices=...: the data of {sorted(observations.stored)} are stored elsewhere. Load them first.")
+    if problem.hosted:
+        raise SettingError("devices=...: rows lie on the devices; placement='host' is for a single one.")
     return Sharded(problem)
 
 
@@ -291,6 +299,8 @@ def _identity(problem: Problem, setting: Setting, observations: Observations) ->
         "model": str(problem.template),
         "family": repr(problem.family),
         "batch": str(dict(problem.batch)),
+        "runs": str(dict(problem.runs)),
+        "optimizer": "the default" if setting.optimizer is None else _recipe(setting.optimizer),
         "steps": str(setting.steps),
         "number of particles": str(problem.num_particles),
         "number of starts": str(setting.starts),
@@ -298,6 +308,19 @@ def _identity(problem: Problem, setting: Setting, observations: Observations) ->
         "starting values": digest([np.asarray(start.value) for _, start in sorted(setting.values.items())]),
         "data": digest(some_of(problem.template, observations)),
     }
+
+
+def _recipe(optimizer: optax.GradientTransformation) -> str:
+    """What can be told of an optimizer: which functions it is made of, and with which numbers."""
+
+    def told(value: Any) -> str:
+        cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        name = getattr(value, "__qualname__", None)
+        if name is None:
+            return ", ".join(map(told, value)) if isinstance(value, tuple) else str(value)
+        return f"{name}({', '.join(told(cell) for cell in cells)})"
+
+    return told(tuple(optimizer))
 
 
 def refine(
@@ -317,7 +340,8 @@ def refine(
     inputs = Inputs(arguments, observations.arrays, units, paces)
     rng = np.random.default_rng(setting.seed)
     memory = setting.family.init(study.template, rng, observations.everything, problem.whole).memory
-    state = first_state(*optimizers, jax.tree.map(jnp.array, weights._replace(memory=memory)), setting.seed)
+    copied = jax.tree.map(np.array if problem.hosted else jnp.array, weights._replace(memory=memory))
+    state = place(problem, copied, setting.seed)
     run = runner(problem, observations.stored, schedule.short)
     trained = train(problem, inputs, state, schedule, setting.started, setting.progress_bar, run=run)
     report(trained)
@@ -326,7 +350,12 @@ def refine(
 
 def _problem(study: Study, setting: Setting, optimizers: tuple, early: bool, pace: float) -> tuple[Problem, Schedule]:
     chosen, load = members_per_step(study.template, setting.batch, setting.num_particles)
+    chosen, runs = fit_runs({plate.name: plate.size for plate in study.template.plates}, chosen, setting.runs or {})
     problem = Problem(study, setting.family, tuple(chosen.items()), setting.num_particles, *optimizers)
+    problem = dataclasses.replace(problem, runs=tuple(runs.items()))
+    if setting.rows_on_host:
+        levels = frozenset(level for level in setting.family.shapes(study.template, problem.whole).rows if level)
+        problem = dataclasses.replace(problem, hosted=levels, folder=setting.folder)
     if setting.devices is not None:
         problem = sharded(problem, setting.devices)
     decays = setting.optimizer is None

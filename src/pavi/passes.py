@@ -78,10 +78,10 @@ def score(
 def _pass(
     study: Study, family: Family, inputs: tuple, indices: dict, counts: dict, number: Array, seed: Array, predict: bool
 ) -> tuple[Pass, Branch]:
-    weights, units, arguments, arrays, stored = inputs
+    weights, units, arguments, arrays, stored, hosted = inputs
     template = study.template
     branch = Branch(indices, {plate: jnp.ones(len(index)) for plate, index in indices.items()}, counts)
-    encodings = {level: row_ops.gather(rows, branch.at(level)) for level, rows in weights.rows.items()}
+    encodings = {level: row_ops.gather(rows, branch.at(level)) for level, rows in weights.rows.items()} | hosted
     sliced = {**observed_data.at_branch(template, arrays, branch, frozenset()), **stored}
     sampler = family.sampler(template, units, weights.shared)
     key = jax.random.fold_in(jax.random.wrap_key_data(seed), number)

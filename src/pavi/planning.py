@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any
 
 import jax
@@ -15,14 +17,23 @@ import xarray as xr
 from pavi.errors import SettingError
 from pavi.families import PAVI, Family
 from pavi.reading import check_batch, members_per_step, split_arguments
-from pavi.stepping import default_optimizers, first_state
-from pavi.template import Template
+from pavi.sources import is_stored
+from pavi.stepping import State, default_optimizers, first_state
+from pavi.template import Level, Template
 from pavi.tracing import data_name, trace
 
 # Numbers a step holds per number that it touches: layers of a flow, forward and backward.
 STEP_COST = 12
 # Part of a device's memory that a fit may plan with.
 USABLE = 0.9
+
+
+class Place(Enum):
+    """Where arrays lie while a fit trains."""
+
+    DEVICE = "on the device"
+    HOST = "in host memory, a step's members at a time on the device"
+    STORED = "where they are stored, read ahead of the steps"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +45,16 @@ class Plan:
         num_weights: trained numbers: shared weights and rows.
         num_rows: members with an encoding of their own.
         batch: members per step of each plate.
+        encoding_sizes: numbers of one encoding, by level.
         data_bytes: observed data and the model's array arguments.
         state_bytes: weights, rows and the state of their optimizer.
         temporary_bytes: what one step needs beside these, about.
         step_bytes: bytes that one step must read and write: data and rows of its members.
         memory: bytes that the device has for them.
+        data_place: where the data lie.
+        rows_place: where rows and the state of their optimizer lie.
+        stored_bytes: of the data, those that do not come to the device whole.
+        rows_bytes: of the state, those of the rows.
     """
 
     template: Template
@@ -46,16 +62,22 @@ class Plan:
     num_weights: int
     num_rows: int
     batch: Mapping[str, int]
+    encoding_sizes: Mapping[Level, int]
     data_bytes: int
     state_bytes: int
     temporary_bytes: int
     step_bytes: int
     memory: int
+    data_place: Place
+    rows_place: Place
+    stored_bytes: int
+    rows_bytes: int
 
     @property
     def device_bytes(self) -> int:
         """Bytes on the device at the peak."""
-        return self.data_bytes + self.state_bytes + self.temporary_bytes
+        elsewhere = self.stored_bytes + (self.rows_bytes if self.rows_place is Place.HOST else 0)
+        return self.data_bytes + self.state_bytes + self.temporary_bytes - elsewhere
 
     @property
     def fits(self) -> bool:
@@ -63,13 +85,15 @@ class Plan:
 
     def __str__(self) -> str:
         batch = ", ".join(f"{count:,} of {self.template.plate(plate).size:,} {plate}" for plate, count in self.batch.items())
+        sizes = ", ".join(f"{size} ({' x '.join(level) or 'global'})" for level, size in self.encoding_sizes.items())
         rows = [
             ("latent numbers", f"{self.num_latents:,}"),
             ("trained numbers", f"{self.num_weights:,}"),
             ("members with an encoding", f"{self.num_rows:,}"),
+            ("numbers of an encoding", sizes or "none"),
             ("members per step", batch or "the whole study"),
-            ("data", _size(self.data_bytes)),
-            ("weights, rows, optimizer", _size(self.state_bytes)),
+            ("data", f"{_size(self.data_bytes)}, {self.data_place.value}"),
+            ("weights, rows, optimizer", f"{_size(self.state_bytes)}, {self.rows_place.value}"),
             ("one step beside these", _size(self.temporary_bytes)),
             ("device in all", f"{_size(self.device_bytes)} of {_size(self.memory)}"),
             ("read and written per step", _size(self.step_bytes)),
@@ -88,6 +112,7 @@ def plan(
     batch: Mapping[str, int] | None = None,
     num_particles: int = 8,
     memory: int | None = None,
+    placement: str | os.PathLike | None = None,
 ) -> Plan:
     """What `pavi.fit` with the same arguments will take; nothing is compiled, and nothing of the study's size allocated.
 
@@ -100,6 +125,7 @@ def plan(
         batch: members per step, by plate; chosen by size for the plates not named.
         num_particles: Monte Carlo samples per step.
         memory: bytes the device has; by default what it says of itself.
+        placement: as in `pavi.fit`; by default data and rows lie on the device as far as there is room.
 
     Raises:
         SettingError: where it cannot fit.
@@ -117,54 +143,105 @@ def plan(
         >>> round(plan.device_bytes / 1e9, 1)
         1.0
     """
-    template, _ = trace(model, [str(name) for name in data], tuple(model_args), model_kwargs)
+    names = [str(name) for name in data]
+    template, _ = trace(model, names, tuple(model_args), model_kwargs)
     check_batch(template, batch)
-    family = PAVI() if family is None else family
+    _, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
+    return make_plan(template, arguments, data, family or PAVI(), batch, num_particles, memory, placement)
+
+
+def make_plan(
+    template: Template,
+    arguments: Any,
+    data: Mapping[str, Any] | xr.Dataset,
+    family: Family,
+    batch: Mapping[str, int] | None,
+    num_particles: int,
+    memory: int | None = None,
+    placement: str | os.PathLike | None = None,
+) -> Plan:
+    """What `plan` says, for a model that has been read.
+
+    Rows and data are put on the device while there is room; then data stay on the host, which can be read ahead of the
+    steps; then rows do as well.
+    """
     chosen, _ = members_per_step(template, batch, num_particles)
     whole = frozenset(plate for plate, count in chosen.items() if count == template.plate(plate).size)
     weights = family.shapes(template, whole)
-    _, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
     state = jax.eval_shape(
         lambda weights, seed: first_state(*default_optimizers(family.row_rate), weights, seed),
         weights,
         jax.ShapeDtypeStruct((2,), np.uint32),
     )
     arrays = {site.name: data[str(data_name(site.name, [str(name) for name in data]))] for site in template.observed}
-    step_bytes = _bytes(weights.shared)
-    touched = 0
-    for site in template.observed:
-        members = int(np.prod([chosen[plate] for plate in site.level], dtype=np.int64))
-        numbers = int(np.prod(site.member_shape, dtype=np.int64))
-        step_bytes += members * numbers * np.dtype(arrays[site.name].dtype).itemsize
-        touched += members * numbers
-    for level, rows in state.weights.rows.items():
-        members = int(np.prod([chosen[plate] for plate in level], dtype=np.int64))
-        per_member = (_bytes(rows) + _bytes(state.row_optimizer[level])) // int(
-            np.prod(template.sizes(level), dtype=np.int64)
-        )
-        step_bytes += 2 * members * per_member
-    for site in template.latents:
-        members = int(np.prod([chosen[plate] for plate in site.level], dtype=np.int64))
-        touched += members * num_particles * (site.size * STEP_COST + 64)
+    sizes = {name: math.prod(np.shape(array)) * np.dtype(array.dtype).itemsize for name, array in arrays.items()}
+    stored = sum(sizes[name] for name, array in arrays.items() if is_stored(array))
+    movable = sum(sizes[name] for name, array in arrays.items() if not isinstance(array, jax.Array)) - stored
+    step_bytes, temporary_bytes = _of_a_step(template, arrays, state, chosen, num_particles)
     found = Plan(
         template=template,
         num_latents=template.num_latents,
         num_weights=weights.count,
-        num_rows=sum(int(np.prod(rows.shape[:-1], dtype=np.int64)) for rows in weights.rows.values()),
+        num_rows=sum(math.prod(rows.shape[:-1]) for rows in weights.rows.values()),
         batch=chosen,
-        data_bytes=sum(int(np.prod(np.shape(a), dtype=np.int64)) * np.dtype(a.dtype).itemsize for a in arrays.values())
-        + _bytes(arguments),
+        encoding_sizes={level: rows.shape[-1] for level, rows in weights.rows.items()},
+        data_bytes=sum(sizes.values()) + _bytes(arguments),
         state_bytes=_bytes((state.weights, state.optimizer, state.row_optimizer)),
-        temporary_bytes=int(touched) * 4,
-        step_bytes=int(step_bytes),
+        temporary_bytes=temporary_bytes,
+        step_bytes=step_bytes,
         memory=device_memory() if memory is None else memory,
+        data_place=Place.STORED if stored else Place.DEVICE,
+        rows_place=Place.DEVICE,
+        stored_bytes=stored,
+        rows_bytes=_bytes((state.weights.rows, state.row_optimizer)),
     )
-    if not found.fits:
+    data_on_host = dataclasses.replace(found, data_place=Place.HOST, stored_bytes=stored + movable) if movable else found
+    both_on_host = dataclasses.replace(data_on_host, rows_place=Place.HOST) if found.rows_bytes else data_on_host
+    every = (found, data_on_host, both_on_host)
+    choices = every if placement is None else every[:1] if placement == "device" else every[-1:]
+    for choice in choices:
+        if choice.fits:
+            return choice
+    raise SettingError(
+        f"This fit does not fit on the device:\n{choices[-1]}\nTake smaller encodings (pavi.FreeEncodings(size=...)), a "
+        "smaller dtype for the data, data in a memory map or in Zarr, rows in a memory map (placement=folder), or fewer "
+        "members per step (batch=...)."
+    )
+
+
+def _of_a_step(
+    template: Template, arrays: Mapping[str, Any], state: State, batch: Mapping[str, int], num_particles: int
+) -> tuple[int, int]:
+    """Bytes that a step must read and write, and about what it needs beside them."""
+
+    def members(level: Level) -> int:
+        return math.prod(batch[plate] for plate in level)
+
+    moved, touched = _bytes(state.weights.shared), 0
+    for site in template.observed:
+        numbers = members(site.level) * math.prod(site.member_shape)
+        moved += numbers * np.dtype(arrays[site.name].dtype).itemsize
+        touched += numbers
+    for level, rows in state.weights.rows.items():
+        per_member = (_bytes(rows) + _bytes(state.row_optimizer[level])) // math.prod(template.sizes(level))
+        moved += 2 * members(level) * per_member
+    for site in template.latents:
+        touched += members(site.level) * num_particles * (site.size * STEP_COST + 64)
+    return moved, 4 * touched
+
+
+def folder_of(placement: str | os.PathLike | None) -> str | None:
+    """The folder that a placement names, which is made if need be."""
+    if placement is None or placement in ("device", "host"):
+        return None
+    try:
+        os.makedirs(placement, exist_ok=True)
+    except OSError as error:
         raise SettingError(
-            f"This fit does not fit on the device:\n{found}\nTake smaller encodings (pavi.FreeEncodings(size=...)), a "
-            "smaller dtype for the data, or fewer members per step (batch=...)."
-        )
-    return found
+            f"placement={str(placement)!r}: expected 'device', 'host', or a folder to keep rows in, which this cannot be "
+            f"({error})."
+        ) from error
+    return os.fspath(placement)
 
 
 def device_memory() -> int:

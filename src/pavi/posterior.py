@@ -19,6 +19,7 @@ import numpy as np
 import xarray as xr
 from jaxtyping import PRNGKeyArray
 
+from pavi import rows as row_ops
 from pavi.branch import choose_batch
 from pavi.cascade import Study
 from pavi.data import Observations, stored_at
@@ -310,7 +311,14 @@ class Posterior:
 
     def _inputs(self, tile: Tile) -> tuple[Any, ...]:
         stored = stored_at(self.template, self._observations.stored, tile.indices)
-        return self._weights, self._units, self._arguments, self._observations.arrays, stored
+        every = self._weights.rows
+        hosted = {
+            level: row_ops.read(rows, tuple(tile.indices[plate] for plate in level))
+            for level, rows in every.items()
+            if isinstance(rows, np.ndarray)
+        }
+        weights = self._weights._replace(rows={level: rows for level, rows in every.items() if level not in hosted})
+        return weights, self._units, self._arguments, self._observations.arrays, stored, hosted
 
     def _wanted(self, sites: Sequence[str] | None) -> tuple[Site, ...]:
         readable = {site.name: site for site in (*self.template.latents, *self.template.deterministics)}

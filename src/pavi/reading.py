@@ -47,10 +47,10 @@ def read_saved_template(
     return template
 
 
-def read_study(
+def read_model(
     model: Callable, data: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None, resize: bool = False
-) -> tuple[Study, Any, Observations]:
-    """The study of a model and its data: (study, the arrays among the model's arguments, the checked data).
+) -> tuple[Study, Any, Mapping[str, Any]]:
+    """The study of a model: (study, the arrays among the model's arguments, supports of the observed sites).
 
     With `resize`, plates take their sizes from the data where the model states others.
     """
@@ -63,7 +63,15 @@ def read_study(
     static, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
     if resize and not jax.tree.leaves(arguments):
         template = template.resized(sizes_of(template, data))
-    return Study(model, template, static), arguments, observe(template, data, supports)
+    return Study(model, template, static), arguments, supports
+
+
+def read_study(
+    model: Callable, data: Any, model_args: tuple, model_kwargs: Mapping[str, Any] | None, resize: bool = False
+) -> tuple[Study, Any, Observations]:
+    """The study of a model and its data, on the device but for data that are stored elsewhere."""
+    study, arguments, supports = read_model(model, data, model_args, model_kwargs, resize)
+    return study, arguments, observe(study.template, data, supports)
 
 
 def split_arguments(args: tuple, kwargs: dict) -> tuple[Hashable, Any]:
@@ -89,6 +97,16 @@ def check_batch(template: Template, batch: Mapping[str, int] | None) -> None:
             raise SettingError(f"batch names the plate {plate!r}, which the model does not have. Its plates: {list(sizes)}.")
         if not 1 <= count <= sizes[plate]:
             raise SettingError(f"batch[{plate!r}] = {count}: expected from 1 to the plate's size, {sizes[plate]}.")
+
+
+def check_runs(template: Template, runs: Mapping[str, int] | None) -> None:
+    """Refuses runs of members that the plates do not have."""
+    sizes = {plate.name: plate.size for plate in template.plates}
+    for plate, run in (runs or {}).items():
+        if plate not in sizes:
+            raise SettingError(f"runs names the plate {plate!r}, which the model does not have. Its plates: {list(sizes)}.")
+        if not 1 <= run <= sizes[plate]:
+            raise SettingError(f"runs[{plate!r}] = {run}: expected from 1 to the plate's size, {sizes[plate]}.")
 
 
 def with_encoder(family: Family | None, caller: str) -> PAVI:

@@ -8,28 +8,37 @@ the row does.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Int, PyTree
 
 Index = tuple[Int[Array, " _"], ...]
+HostIndex = tuple[np.ndarray, ...]
+# Numbers of rows that are put on the host at a time.
+HOST_BLOCK = 2**24
 
 
 def gather(rows: PyTree[Array], index: Index) -> PyTree[Array]:
-    """The rows at the product of the index vectors, for every array of a tree."""
+    """The rows at the product of the index vectors, for every array of a tree. Beyond the last row is the last row."""
     if not index:
         return rows
-    return jax.tree.map(lambda array: array[jnp.ix_(*index)], rows)
+    return jax.tree.map(lambda array: array.at[jnp.ix_(*index)].get(mode="clip"), rows)
 
 
 def scatter(rows: PyTree[Array], index: Index, values: PyTree[Array]) -> PyTree[Array]:
-    """`rows` with the addressed ones replaced. The indices along each axis must be distinct."""
+    """`rows` with the addressed ones replaced. The indices along each axis must be distinct; beyond the last is nothing."""
     if not index:
         return values
-    return jax.tree.map(lambda array, new: array.at[jnp.ix_(*index)].set(new, unique_indices=True), rows, values)
+
+    def put(array: Array, new: Array) -> Array:
+        return array.at[jnp.ix_(*index)].set(new, unique_indices=True, mode="drop")
+
+    return jax.tree.map(put, rows, values)
 
 
 def init_optimizer(optimizer: optax.GradientTransformation, rows: Array) -> Any:
@@ -40,6 +49,51 @@ def init_optimizer(optimizer: optax.GradientTransformation, rows: Array) -> Any:
 def update(optimizer: optax.GradientTransformation, grads: Array, state: Any, rows: Array) -> tuple[Array, Any]:
     """One optimizer update of gathered rows: (updates, new state)."""
     return _per_row(optimizer.update, rows.ndim - 1)(grads, state, rows)
+
+
+def on_host(optimizer: optax.GradientTransformation, rows: Any, path: str | None = None) -> tuple[np.ndarray, Any]:
+    """Rows and their optimizer state as arrays in host memory, or memory maps of files whose names start with `path`."""
+    start = jax.jit(lambda part: init_optimizer(optimizer, part))
+    names = itertools.count()
+
+    def empty(like: Any) -> np.ndarray:
+        shape = (rows.shape[0], *like.shape[1:])
+        if path is None:
+            return np.empty(shape, like.dtype)
+        return np.lib.format.open_memmap(f"{path}-{next(names)}.npy", "w+", like.dtype, shape)
+
+    step = max(1, HOST_BLOCK * rows.shape[0] // max(rows.size, 1))
+    first = rows[:1]
+    kept = empty(first)
+    state = jax.tree.map(empty, jax.eval_shape(start, first))
+    for begin in range(0, rows.shape[0], step):
+        part = np.asarray(rows[begin : begin + step])
+        kept[begin : begin + step] = part
+        write(state, (slice(begin, begin + step),), start(part))
+    return kept, state
+
+
+def read(rows: PyTree[np.ndarray], index: HostIndex) -> PyTree[np.ndarray]:
+    """`gather` on the host."""
+    return jax.tree.map(lambda array: array[_clipped(index, array.shape)], rows)
+
+
+def write(rows: PyTree[np.ndarray], index: HostIndex | tuple[slice, ...], values: PyTree[Any]) -> None:
+    """`scatter` on the host, in place."""
+    if isinstance(index[0], slice):
+        jax.tree.map(lambda array, new: array.__setitem__(index, np.asarray(new)), rows, values)
+        return
+
+    def put(array: np.ndarray, new: Any) -> None:
+        inside = [np.asarray(along) < size for along, size in zip(index, array.shape, strict=False)]
+        places = np.ix_(*(np.asarray(along)[there] for along, there in zip(index, inside, strict=True)))
+        array[places] = np.asarray(new)[np.ix_(*inside)]
+
+    jax.tree.map(put, rows, values)
+
+
+def _clipped(index: HostIndex, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    return np.ix_(*(np.minimum(along, size - 1) for along, size in zip(index, shape, strict=False)))
 
 
 def _per_row(function: Any, ndim: int) -> Any:

@@ -28,6 +28,11 @@ from pavi.template import Level, Template
 from pavi.train import run_chunk
 
 
+def number_of(devices: int | Mapping[str, int] | None) -> int:
+    """How many devices were asked for, as a number or for a plate."""
+    return devices if isinstance(devices, int) else next(iter((devices or {}).values()), 1)
+
+
 def split_along(template: Template, devices: int | Mapping[str, int]) -> tuple[str, int]:
     """Which plate is split into how many parts: the one named, or the one that most numbers lie along.
 
@@ -35,7 +40,7 @@ def split_along(template: Template, devices: int | Mapping[str, int]) -> tuple[s
         SettingError: if there are not as many devices, or the plate cannot be split evenly.
     """
     named = dict(devices) if isinstance(devices, Mapping) else {}
-    count = next(iter(named.values()), 0) if isinstance(devices, Mapping) else devices
+    count = number_of(devices)
     found = jax.device_count()
     if len(named) > 1 or not 1 <= count <= found:
         raise SettingError(

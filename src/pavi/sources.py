@@ -1,10 +1,12 @@
-"""Data that stay where they are: memory maps, Zarr arrays and lazy xarray, read at the members that are looked at."""
+"""Data that stay where they are: memory maps, Zarr arrays, lazy xarray and arrays in host memory, read at the members that
+are looked at."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 import xarray as xr
 
@@ -16,7 +18,7 @@ class Stored:
     """An array outside of the device's memory, with the axes of its site's plates in front.
 
     Args:
-        source: a `numpy.memmap`, a Zarr array, or an `xarray.DataArray` that has not been loaded.
+        source: a `numpy.memmap` or other array, a Zarr array, or an `xarray.DataArray` that has not been loaded.
     """
 
     def __init__(self, source: Any):
@@ -38,11 +40,20 @@ class Stored:
     def size(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64))
 
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Lengths along each axis of the pieces that are stored together, one where that is not known."""
+        found = getattr(self.source, "chunks", None)
+        if isinstance(self.source, xr.DataArray):
+            found = self.source.encoding.get("chunks") if found is None else [lengths[0] for lengths in found]
+        return tuple(found) if found is not None and len(found) == self.ndim else (1,) * self.ndim
+
     def take(self, index: tuple[np.ndarray, ...]) -> np.ndarray:
-        """The part at the product of index vectors along the first axes."""
+        """The part at the product of index vectors along the first axes. Beyond the last is the last."""
+        index = tuple(np.minimum(along, size - 1) for along, size in zip(index, self.shape, strict=False))
         if isinstance(self.source, xr.DataArray):
             return self.source[dict(zip(self.source.dims, index, strict=False))].values
-        if isinstance(self.source, np.ndarray):
+        if isinstance(self.source, np.ndarray | jax.Array):
             return np.asarray(self.source[np.ix_(*index)])
         rest = tuple(slice(None) for _ in range(self.ndim - len(index)))
         return np.asarray(self.source.oindex[(*index, *rest)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -26,6 +27,7 @@ from pavi.cascade import Draw, Prior, Study, cascade, draw_prior
 from pavi.compiling import quick_jit
 from pavi.elbo import reduced_elbo
 from pavi.families import Family, Glimpse, Units, Weights
+from pavi.sources import Stored
 from pavi.template import Level, Site, Template
 
 # Adam with a short memory of squared gradients: they fall by orders of magnitude as the posterior narrows.
@@ -48,6 +50,12 @@ class Problem:
     row_optimizer: optax.GradientTransformation
     shards: tuple[str, int] | None = None
     """A plate that is split over devices, and into how many parts; a step then runs on one part of it."""
+    runs: tuple[tuple[str, int], ...] = ()
+    """Plates whose members are drawn several side by side, and how many."""
+    hosted: frozenset[Level] = frozenset()
+    """Levels whose rows lie in host memory; a step is given those of its members."""
+    folder: str | None = dataclasses.field(default=None, compare=False)
+    """Where such rows are memory maps; by default they are in memory."""
 
     @property
     def template(self) -> Template:
@@ -104,8 +112,23 @@ def default_optimizers(row_rate: float) -> tuple[optax.GradientTransformation, o
 
 def init(problem: Problem, data: Mapping[str, Any], seed: np.ndarray, start: int = 0) -> State:
     """The state before the first step. `seed` is the data of a JAX key; other starts have other weights."""
+    if problem.hosted:  # what is read piece by piece gives rows on the host
+        data = {name: array if isinstance(array, Stored) else Stored(array) for name, array in data.items()}
     weights = problem.family.init(problem.template, np.random.default_rng([*seed, start]), data, problem.whole)
-    return first_state(problem.optimizer, problem.row_optimizer, weights, seed)
+    return place(problem, weights, seed)
+
+
+def place(problem: Problem, weights: Weights, seed: np.ndarray) -> State:
+    """The state before the first step from given weights, each of its arrays where the problem wants it."""
+    hosted = {level: rows for level, rows in weights.rows.items() if level in problem.hosted}
+    rest = {level: rows for level, rows in weights.rows.items() if level not in problem.hosted}
+    state = first_state(problem.optimizer, problem.row_optimizer, weights._replace(rows=rest), seed)
+    rows, optimizer = dict(state.weights.rows), dict(state.row_optimizer)
+    for level, array in hosted.items():
+        rows[level], optimizer[level] = row_ops.on_host(
+            problem.row_optimizer, array, problem.folder and os.path.join(problem.folder, "-".join(level))
+        )
+    return state._replace(weights=state.weights._replace(rows=rows), row_optimizer=optimizer)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -165,14 +188,14 @@ def drawn_at(problem: Problem, key: PRNGKeyArray, number: Int[Array, ""]) -> tup
     branch_key, noise_key = jax.random.split(jax.random.fold_in(key, number))
     sizes, batch = problem.sizes, dict(problem.batch)
     if problem.shards is None:
-        return draw_branch(branch_key, sizes, batch), noise_key
+        return draw_branch(branch_key, sizes, batch, dict(problem.runs)), noise_key
     plate, parts = problem.shards
     sizes[plate], batch[plate] = sizes[plate] // parts, batch[plate] // parts
-    everywhere = draw_branch(branch_key, sizes, batch)
+    everywhere = draw_branch(branch_key, sizes, batch, dict(problem.runs))
     own_key = jax.random.fold_in(jax.random.fold_in(branch_key, len(sizes)), jax.lax.axis_index(SHARD))
-    here = draw_branch(own_key, sizes, batch)
+    here = draw_branch(own_key, sizes, batch, dict(problem.runs))
     indices = {**everywhere.indices, plate: here.indices[plate]}
-    return Branch(indices, everywhere.weights, everywhere.mask), noise_key
+    return Branch(indices, everywhere.weights, {**everywhere.mask, plate: here.mask[plate]}), noise_key
 
 
 def _in_study(problem: Problem, branch: Branch) -> Branch:
@@ -208,10 +231,13 @@ def step(
     """
     template, whole = problem.template, problem.whole
     branch, noise_key = drawn_at(problem, state.key, state.step)
-    index = {level: () if set(level) <= whole else branch.at(level) for level in state.weights.rows}
+    here = {level for level in state.weights.rows if level in problem.hosted or set(level) <= whole}
+    index = {level: () if level in here else branch.at(level) for level in state.weights.rows}
     rows = {level: row_ops.gather(array, index[level]) for level, array in state.weights.rows.items()}
     row_states = {level: row_ops.gather(tree, index[level]) for level, tree in state.row_optimizer.items()}
     sliced = {**observed_data.at_branch(template, inputs.data, branch, whole), **stored}
+    # The barrier keeps the reading apart from what is made of it: the same bits, wherever rows and data come from.
+    branch, rows, sliced = jax.lax.optimization_barrier((branch, rows, sliced))
 
     memory_index = {key: () if set(key[1]) <= whole else branch.at(key[1]) for key in state.weights.memory}
     memory = {key: row_ops.gather(array, memory_index[key]) for key, array in state.weights.memory.items()}

@@ -1,7 +1,8 @@
-"""Training on data that do not lie on the device: the next steps' data are read while the present steps are computed.
+"""Training on data or rows that do not lie on the device.
 
 Which members a step looks at follows from the key and the number of the step, so the data of coming steps can be read ahead,
-and the result is that of data on the device, bit for bit.
+while the present steps are computed; the result is that of data on the device, bit for bit. Rows in host memory are handed
+to each step and taken back from it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from pavi import rows as row_ops
 from pavi.data import stored_at
 from pavi.schedule import LONGEST_CHUNK
 from pavi.sources import Stored
 from pavi.stepping import Inputs, Problem, State, drawn_at
+from pavi.template import Level
 from pavi.train import chunk_runner
 
 # Bytes of data read ahead, and at most for how many steps.
@@ -28,7 +31,7 @@ MOST_AHEAD = 64
 
 
 class Streamed:
-    """Runs chunks of steps, as `chunk_runner` does, on data that are partly stored elsewhere."""
+    """Runs chunks of steps, as `chunk_runner` does, on data or rows that are partly stored elsewhere."""
 
     def __init__(self, problem: Problem, stored: Mapping[str, Stored], quick: bool):
         self.problem, self.stored, self.quick = problem, dict(stored), quick
@@ -39,7 +42,8 @@ class Streamed:
             * np.dtype(array.dtype).itemsize
             for name, array in stored.items()
         )
-        self.block = int(np.clip(AHEAD_BYTES // max(int(each), 1), 2, MOST_AHEAD))
+        # Rows that one step writes the next one reads, so these take a step at a time.
+        self.block = 1 if problem.hosted else int(np.clip(AHEAD_BYTES // max(int(each), 1), 2, MOST_AHEAD))
         self._pool = ThreadPoolExecutor(1)
         self._ahead: tuple[tuple, Future] | None = None
 
@@ -48,32 +52,44 @@ class Streamed:
     ) -> tuple[State, np.ndarray]:
         elbos = np.full(LONGEST_CHUNK, np.nan)
         run = chunk_runner(self.quick)
+        hosted = {level: (state.weights.rows[level], state.row_optimizer[level]) for level in problem.hosted}
         key, first = np.asarray(jax.random.key_data(state.key)), int(state.step)
         for start in range(0, int(count), self.block):
             taken = min(self.block, int(count) - start)
-            data = self._read(key, first + start)
+            indices, data = self._read(key, first + start)
             # The next block begins where this one ends.
             self._ahead = (key.tobytes(), first + start + taken), self._pool.submit(self._gather, key, first + start + taken)
             some = np.zeros(self.block, np.float32)
             some[:taken] = rates[start : start + taken]
-            state, found = run(problem, inputs, state, some, np.int32(taken), data)
+            places = {level: tuple(indices[plate][0] for plate in level) for level in hosted}
+            shown = _with_rows(state, {level: row_ops.read(hosted[level], places[level]) for level in hosted})
+            state, found = run(problem, inputs, shown, some, np.int32(taken), data)
+            for level, place in places.items():
+                row_ops.write(hosted[level], place, (state.weights.rows[level], state.row_optimizer[level]))
             elbos[start : start + taken] = np.asarray(found)[:taken]
-        return state, elbos
+        return _with_rows(state, hosted), elbos
 
-    def _read(self, key: np.ndarray, first: int) -> dict[str, np.ndarray]:
+    def _read(self, key: np.ndarray, first: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         if self._ahead is not None and self._ahead[0] == (key.tobytes(), first):
             return self._ahead[1].result()
         return self._gather(key, first)
 
-    def _gather(self, key: np.ndarray, first: int) -> dict[str, np.ndarray]:
-        """Data of the members of the next steps, one step after the other."""
+    def _gather(self, key: np.ndarray, first: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """The members that the next steps look at, and their data, one step after the other."""
         indices = jax.device_get(_members(self.problem, self.block, key, np.int32(first)))
         template = self.problem.template
         each = [
             stored_at(template, self.stored, {plate: index[k] for plate, index in indices.items()})
             for k in range(self.block)
         ]
-        return {name: np.stack([data[name] for data in each]) for name in self.stored}
+        return indices, {name: np.stack([data[name] for data in each]) for name in self.stored}
+
+
+def _with_rows(state: State, found: Mapping[Level, tuple]) -> State:
+    """A state with other rows and row optimizers of some levels."""
+    rows = {**state.weights.rows, **{level: rows for level, (rows, _) in found.items()}}
+    optimizer = {**state.row_optimizer, **{level: tree for level, (_, tree) in found.items()}}
+    return state._replace(weights=state.weights._replace(rows=rows), row_optimizer=optimizer)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -84,5 +100,5 @@ def _members(problem: Problem, count: int, key: Array, first: Int[Array, ""]) ->
 
 
 def runner(problem: Problem, stored: Mapping[str, Stored], quick: bool) -> Any:
-    """What runs a chunk of steps: all on the device where the data are."""
-    return Streamed(problem, stored, quick) if stored else chunk_runner(quick)
+    """What runs a chunk of steps: all on the device where data and rows are there."""
+    return Streamed(problem, stored, quick) if stored or problem.hosted else chunk_runner(quick)

@@ -79,7 +79,7 @@ def prepare(
         state = init(problem, observations.everything, seed)
         paces = np.ones(state.weights.shared.shape, state.weights.shared.dtype)
         inputs = Inputs(arguments, observations.arrays, Units(zeros, zeros, zeros) | measured, paces)
-        if not observations.stored and problem.shards is None:
+        if not observations.stored and not problem.hosted and problem.shards is None:
             chunk_runner(quick).lower(problem, inputs, state, np.zeros(LONGEST_CHUNK, np.float32), np.int32(0))
         compiling.result()
     return inputs._replace(units=prior_units(problem.study, arguments, data, seed) | measured), state

@@ -1,0 +1,153 @@
+"""Rows and data in host memory or memory maps give the very fit that the device gives; members drawn in runs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+import zarr
+
+import pavi
+from pavi.branch import draw_branch, fit_runs
+from pavi.planning import Place
+
+X = np.random.default_rng(0).normal(1.0, 1.5, size=(20, 6, 2)).astype(np.float32)
+SETTINGS = {"batch": {"group": 7, "point": 4}, "steps": 120, "progress_bar": False}
+
+
+def model():
+    mu = numpyro.sample("mu", dist.Normal(np.zeros(2), 3).to_event(1))
+    with numpyro.plate("group", 20, dim=-2):
+        theta = numpyro.sample("theta", dist.Normal(mu, 1).to_event(1))
+        with numpyro.plate("point", 6, dim=-1):
+            each = numpyro.sample("each", dist.Normal(theta, 1).to_event(1))
+            numpyro.sample("x", dist.Normal(each, 1).to_event(1))
+
+
+@pytest.fixture(scope="module")
+def on_device():
+    return pavi.fit(model, {"x": X}, **SETTINGS)
+
+
+def same(fit: pavi.Fit, other: pavi.Fit) -> None:
+    np.testing.assert_array_equal(fit.history["elbo"], other.history["elbo"])
+    assert fit.sample(20).identical(other.sample(20))
+    assert fit.elbo(16) == other.elbo(16)
+
+
+def test_rows_and_data_in_host_memory_give_the_same_fit(on_device):
+    hosted = pavi.fit(model, {"x": X}, placement="host", **SETTINGS)
+    assert isinstance(hosted._weights.rows["group",], np.ndarray)
+    assert hosted._observations.stored
+    same(hosted, on_device)
+    where = {"group": [3, 11]}
+    assert hosted.moments(where=where, num_samples=50).identical(on_device.moments(where=where, num_samples=50))
+
+
+def test_rows_in_memory_maps_give_the_same_fit(on_device, tmp_path):
+    mapped = pavi.fit(model, {"x": jnp.asarray(X)}, placement=tmp_path / "rows", **SETTINGS)
+    assert isinstance(mapped._weights.rows["group", "point"], np.memmap)
+    assert list((tmp_path / "rows").glob("*.npy"))
+    same(mapped, on_device)
+
+
+@pytest.mark.parametrize("placement", ["host", "folder"])
+def test_hosted_rows_go_on_from_a_checkpoint(placement, on_device, tmp_path):
+    settings = SETTINGS | {
+        "checkpoint": tmp_path / "kept",
+        "placement": tmp_path / "rows" if placement == "folder" else "host",
+    }
+    pavi.fit(model, {"x": X}, **settings)
+    again = pavi.fit(model, {"x": X}, **settings)
+    same(again, on_device)
+
+
+def test_a_hosted_fit_can_be_updated():
+    hosted = pavi.fit(model, {"x": X}, placement="host", **SETTINGS)
+    updated = hosted.update({"x": np.concatenate([X, X[:2]])}, steps=30, progress_bar=False)
+    assert updated.sample(5)["theta"].sizes["group"] == 22
+    assert isinstance(updated._weights.rows["group",], np.ndarray)
+
+
+def test_several_devices_refuse_hosted_rows():
+    with pytest.raises(pavi.PaviError, match="placement='host' is for a single one"):
+        pavi.fit(model, {"x": jnp.asarray(X)}, placement="host", devices=1, **SETTINGS)
+
+
+def test_a_placement_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(pavi.PaviError, match="a folder to keep rows in"):
+        pavi.fit(model, {"x": X}, placement=tmp_path / "file", **SETTINGS)
+
+
+def test_plan_moves_data_first_then_rows_then_refuses():
+    data = {"x": jax.ShapeDtypeStruct((20, 6, 2), np.float32)}
+    settings = {"batch": SETTINGS["batch"]}
+    whole = pavi.plan(model, data, **settings)
+    assert (whole.data_place, whole.rows_place) == (Place.DEVICE, Place.DEVICE)
+    assert whole.encoding_sizes == {(): 8, ("group",): 8, ("group", "point"): 8}
+    some = pavi.plan(model, data, memory=whole.device_bytes - 1, **settings)
+    assert (some.data_place, some.rows_place) == (Place.HOST, Place.DEVICE)
+    assert some.device_bytes == whole.device_bytes - X.nbytes
+    little = pavi.plan(model, data, memory=some.device_bytes - 1, **settings)
+    assert (little.data_place, little.rows_place) == (Place.HOST, Place.HOST)
+    with pytest.raises(pavi.PaviError, match="does not fit on the device"):
+        pavi.plan(model, data, memory=little.device_bytes - 1, **settings)
+    with pytest.raises(pavi.PaviError, match="does not fit on the device"):
+        pavi.plan(model, data, memory=whole.device_bytes - 1, placement="device", **settings)
+    with pytest.raises(pavi.PaviError, match="does not fit"):
+        pavi.plan(model, {"x": jnp.asarray(X)}, memory=some.device_bytes - 1, placement="device", **settings)
+
+
+def test_runs_are_neighbours_and_count_each_member_alike():
+    sizes, batch = {"a": 11, "b": 5}, {"a": 4, "b": 3}
+    batch, runs = fit_runs(sizes, batch, {"a": 4, "b": 5})
+    assert (batch, runs) == ({"a": 4, "b": 5}, {"a": 4})
+    values = jnp.arange(55.0).reshape(11, 5) ** 2
+
+    def estimate(key):
+        branch = draw_branch(key, sizes, batch, runs)
+        part = values.at[jnp.ix_(*branch.at(("a", "b")))].get(mode="clip")
+        return branch.weigh(("a", "b"), part), branch.indices["a"][0]
+
+    estimates, firsts = jax.vmap(estimate)(jax.random.split(jax.random.key(2), 3000))
+    # There are three runs, each drawn alone: the average over them is the sum, exactly.
+    each = [float(estimates[np.flatnonzero(firsts == first)[0]]) for first in (0, 4, 8)]
+    assert np.mean(each) == pytest.approx(float(values.sum()))
+    assert all(abs(int((firsts == first).sum()) - 1000) < 120 for first in (0, 4, 8))
+
+
+def test_chunked_data_are_read_in_runs(tmp_path):
+    array = zarr.create_array(tmp_path / "x.zarr", shape=(40, 6, 2), chunks=(4, 6, 2), dtype="float32")
+    array[:] = np.concatenate([X, X])
+
+    def larger():
+        mu = numpyro.sample("mu", dist.Normal(0, 3))
+        with numpyro.plate("group", 40, dim=-2):
+            theta = numpyro.sample("theta", dist.Normal(mu, 1).expand([2]).to_event(1))
+            with numpyro.plate("point", 6, dim=-1):
+                numpyro.sample("x", dist.Normal(theta, 1).to_event(1))
+
+    settings = {"batch": {"group": 18, "point": 4}, "steps": 60, "progress_bar": False}
+    stored = pavi.fit(larger, {"x": zarr.open_array(tmp_path / "x.zarr", mode="r")}, **settings)
+    assert stored.batch["group"] == 18
+    in_memory = pavi.fit(larger, {"x": array[:]}, runs={"group": 2}, **settings)
+    same(stored, in_memory)
+
+
+def test_a_run_beyond_the_last_member_is_harmless():
+    settings = SETTINGS | {"batch": {"group": 9, "point": 4}, "runs": {"group": 3}}
+    fit = pavi.fit(model, {"x": X}, **settings)
+    same(pavi.fit(model, {"x": X}, placement="host", **settings), fit)
+    assert fit.skipped == 0
+    assert fit.history["elbo"][-20:].mean() > fit.history["elbo"][:20].mean()
+
+
+def test_runs_are_checked():
+    with pytest.raises(pavi.PaviError, match="does not have"):
+        pavi.fit(model, {"x": X}, runs={"person": 3}, **SETTINGS)
+    with pytest.raises(pavi.PaviError, match="expected from 1"):
+        pavi.fit(model, {"x": X}, runs={"group": 0}, **SETTINGS)
