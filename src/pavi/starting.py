@@ -33,14 +33,15 @@ from pavi.template import Site, Template
 
 # Starts of a model that looks like a mixture, where the caller does not say.
 USUAL_STARTS = 4
-# Steps by which starts are compared, and of these the last ones that count.
-TRIAL_STEPS, SCORED_STEPS = 200, 50
-# What the rate of a latent that was started somewhere is multiplied by after the trial, in which it is held.
+# Steps for which what was started is held, then steps for which it is not; of these the last ones are scored.
+HELD_STEPS, TRIAL_STEPS, SCORED_STEPS = 200, 100, 50
+# What the rate of a latent that was started somewhere is multiplied by once it is not held.
 STARTED_PACE = 0.1
 # Observed elements that are clustered, and of these how many make a mean.
 MOST_CLUSTERED = 100_000
 MOST_AVERAGED = 64
-CLUSTER_ROUNDS = 100
+# Rounds of fitting a mixture, and the gain per element (nats) below which they end: clusters that overlap take many.
+CLUSTER_ROUNDS, CLUSTER_GAIN = 300, 1e-5
 
 
 class Start(NamedTuple):
@@ -152,7 +153,9 @@ def _clusters(site: Site, points: np.ndarray, seed: int) -> Start:
     middle = points.mean(0)
     _, vectors = np.linalg.eigh((points - middle).T @ (points - middle))
     leading = vectors[:, -count:]
-    mixture = GaussianMixture(count, covariance_type="spherical", max_iter=CLUSTER_ROUNDS, random_state=seed)
+    mixture = GaussianMixture(
+        count, covariance_type="spherical", tol=CLUSTER_GAIN, max_iter=CLUSTER_ROUNDS, random_state=seed
+    )
     with warnings.catch_warnings():  # a start need not have converged, nor all points be distinct
         warnings.simplefilter("ignore", ConvergenceWarning)
         centers = middle + mixture.fit((points - middle) @ leading).means_ @ leading.T

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -26,7 +26,7 @@ from pavi.data import Observations
 from pavi.errors import TrainingError
 from pavi.families import Units
 from pavi.schedule import LONGEST_CHUNK, Schedule, Stop, early_rates
-from pavi.starting import SCORED_STEPS, STARTED_PACE, TRIAL_STEPS, Start, other_start
+from pavi.starting import HELD_STEPS, SCORED_STEPS, STARTED_PACE, TRIAL_STEPS, Start, other_start
 from pavi.stepping import (
     Inputs,
     Problem,
@@ -118,35 +118,58 @@ def best_start(
         run: runs a chunk of steps.
         fixed: values that the caller chose, which every start shares.
     """
-    rates = np.zeros(LONGEST_CHUNK, np.float32)
-    rates[:TRIAL_STEPS] = schedule.pace * early_rates(np.arange(TRIAL_STEPS)) if schedule.decays else 1.0
+    early = schedule.pace * early_rates(np.arange(HELD_STEPS + TRIAL_STEPS))
     data = {} if observations.stored else observations.arrays
     draws = draws_of_prior(problem.study, inputs.arguments, data, seed, {})
     scores: list[float] = []
     kept: list[tuple[Inputs, Array]] = []
-    for number in tqdm(range(starts), disable=not progress_bar, desc="starts", leave=False, dynamic_ncols=True):
-        tried, values = inputs, fixed
-        if number:
-            values = {**other_start(problem.template, observations.everything, draws, number), **fixed}
-            tried = inputs._replace(units=started_units(problem, inputs, data, seed, values))
-            state = init(problem, observations.everything, seed, number)
-        state, elbos = run(problem, _paced(problem, tried, values, 0.0), state, rates, np.int32(TRIAL_STEPS))
-        last = np.asarray(elbos)[TRIAL_STEPS - SCORED_STEPS : TRIAL_STEPS]
-        scores.append(float(np.nan_to_num(last, nan=-np.inf).mean()))
-        # Rows start over from the data: to keep them of several starts would take as much memory again.
-        kept.append((_paced(problem, tried, values, STARTED_PACE), jnp.array(state.weights.shared)))
-        del state
+
+    def trial(state: State, tried: Inputs, first: int, count: int) -> tuple[State, np.ndarray]:
+        rates = np.zeros(LONGEST_CHUNK, np.float32)
+        rates[:count] = early[first : first + count] if schedule.decays else 1.0
+        state, elbos = run(problem, tried, state, rates, np.int32(count))
+        return state, np.asarray(elbos)[:count]
+
+    with ThreadPoolExecutor(1) as pool:  # starts are found while the steps are compiled
+        finding = [
+            pool.submit(other_start, problem.template, observations.everything, draws, number) for number in range(1, starts)
+        ]
+        for number in tqdm(range(starts), disable=not progress_bar, desc="starts", leave=False, dynamic_ncols=True):
+            tried, values = inputs, fixed
+            if number:
+                values = {**finding[number - 1].result(), **fixed}
+                tried = inputs._replace(units=started_units(problem, inputs, data, seed, values))
+                state = init(problem, observations.everything, seed, number)
+            state, _ = trial(state, _held(problem, tried, values), 0, HELD_STEPS)
+            tried = _paced(problem, tried, values, STARTED_PACE)
+            state, elbos = trial(state, tried, HELD_STEPS, TRIAL_STEPS)
+            last = elbos[-SCORED_STEPS:].astype(np.float64)
+            scores.append(float(np.where(np.isfinite(last), last, -np.inf).mean()))
+            # Rows start over from the data: to keep them of several starts would take as much memory again.
+            kept.append((tried, jnp.array(state.weights.shared)))
+            del state
     best = int(np.argmax(scores))
     state = init(problem, observations.everything, seed, best)
     inputs, shared = kept[best]
     return inputs, state._replace(weights=state.weights._replace(shared=shared))
 
 
-def _paced(problem: Problem, inputs: Inputs, values: Mapping[str, Start], pace: float) -> Inputs:
-    """Inputs that slow down the sites which start at some value: the others start at random and would tear them away."""
+def _held(problem: Problem, inputs: Inputs, values: Iterable[str]) -> Inputs:
+    """Inputs that hold what starts at some value, and with it all latents outside of plates, while the members settle.
+
+    Let go at once, a latent is torn away by flows that start at random; and spreads widen to cover what those miss.
+    """
+    if not values:
+        return inputs
+    outside = [site.name for site in problem.template.latents if not site.level]
+    return _paced(problem, inputs, {*values, *outside}, 0.0)
+
+
+def _paced(problem: Problem, inputs: Inputs, names: Iterable[str], pace: float) -> Inputs:
+    """Inputs that slow down some sites."""
     paces = np.array(inputs.paces)
     for name, part in problem.family.parts(problem.template).items():
-        if name in values:
+        if name in names:
             paces[part] = pace
     return inputs._replace(paces=paces)
 
