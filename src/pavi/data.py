@@ -153,7 +153,7 @@ def summarize(template: Template, arrays: Mapping[str, Any], level: Level, size:
             others = tuple(k for k, plate in enumerate(site.level) if plate not in level)
             array = arrays[site.name]
             array = array if isinstance(array, Stored) or array.size > MOST_ON_HOST else np.asarray(array)
-            means.append(array.mean(others, dtype=np.float32) if others else array)
+            means.append(_mean(array, others) if others else array)
     if not means:
         return np.zeros((*sizes, 0), np.float32)
     index = spread_evenly(sizes, MOST_MEASURED)
@@ -178,6 +178,26 @@ def summarize(template: Template, arrays: Mapping[str, Any], level: Level, size:
     if all(isinstance(mean, np.ndarray) for mean in means):
         return _flat(means, len(level)).astype(np.float32) @ matrix + offset
     return _project([jnp.asarray(mean) for mean in means], matrix, offset, len(level) - 1)
+
+
+def _mean(array: Any, axes: tuple[int, ...]) -> Any:
+    """The mean over some axes; of data on a device without a copy of them, a slice of the first axis at a time."""
+    if not isinstance(array, jax.Array):
+        return array.mean(axes, dtype=np.float32)
+    return _sliced_mean(array, axes)
+
+
+@partial(jax.jit, static_argnums=1)
+def _sliced_mean(array: Array, axes: tuple[int, ...]) -> Array:
+    inner = tuple(axis - 1 for axis in axes if axis)
+
+    def one(part: Array) -> Array:
+        return part.astype(jnp.float32).mean(inner)
+
+    if 0 not in axes:
+        return jax.lax.map(one, array)
+    start = jnp.zeros(jax.eval_shape(one, array[0]).shape, jnp.float32)
+    return jax.lax.scan(lambda total, part: (total + one(part), None), start, array)[0] / array.shape[0]
 
 
 def _flat(means: list, plates: int) -> Any:
