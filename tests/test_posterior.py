@@ -40,7 +40,7 @@ def fit():
 def test_a_slice_equals_the_slice_of_the_whole(fit, monkeypatch):
     whole = fit.sample(70, rng_key=3)
     # Small tiles: many blocks of members and of draws, padded at the ends.
-    monkeypatch.setattr(posterior_module, "TILE_BUDGET", 2000)
+    monkeypatch.setattr(posterior_module, "CPU_TILE", 2000)
     monkeypatch.setattr(posterior_module, "LARGEST_DRAW_BLOCK", 32)
     tiled = fit.sample(70, rng_key=3)
     for name in whole:
@@ -56,7 +56,7 @@ def test_a_slice_equals_the_slice_of_the_whole(fit, monkeypatch):
 
 def test_elbo_does_not_depend_on_tiles(fit, monkeypatch):
     whole = fit.elbo(40, rng_key=1)
-    monkeypatch.setattr(posterior_module, "TILE_BUDGET", 1000)
+    monkeypatch.setattr(posterior_module, "CPU_TILE", 1000)
     monkeypatch.setattr(posterior_module, "LARGEST_DRAW_BLOCK", 16)
     tiled = fit.elbo(40, rng_key=1)
     assert np.allclose(whole, tiled, rtol=1e-5)
@@ -165,7 +165,7 @@ def test_load_of_nothing_and_of_broken_files(fit, tmp_path):
 
 def test_moments_can_be_written_to_zarr(fit, tmp_path, monkeypatch):
     kept = fit.moments(num_samples=300)
-    monkeypatch.setattr(posterior_module, "TILE_BUDGET", 2**12)  # many tiles
+    monkeypatch.setattr(posterior_module, "CPU_TILE", 2**12)  # many tiles
     stored = fit.moments(num_samples=300, store=tmp_path / "moments.zarr")
     assert set(stored.data_vars) == set(kept.data_vars)
     for name in kept.data_vars:

@@ -11,7 +11,7 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,13 @@ from pavi.families import Family, Units, Weights
 from pavi.passes import block_moments, draw, score
 from pavi.template import Kind, Level, Site, Template
 
-# Numbers held on the device while one tile is read.
-TILE_BUDGET = 2**22
+# Numbers held on the device while one tile is read: on a CPU what its caches hold, on an accelerator many more.
+CPU_TILE, ACCELERATOR_TILE = 2**22, 2**27
 LARGEST_DRAW_BLOCK = 256
 # Tiles that wait to be written.
 MOST_WRITES = 8
 
+T = TypeVar("T")
 Where = Mapping[str, Sequence[int] | np.ndarray | slice | int]
 
 
@@ -235,9 +236,13 @@ class Posterior:
         names = tuple(site.name for site in wanted)
         levels = tuple(dict.fromkeys(site.level for site in wanted))
         running: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        for tile, draws, ids in self._tiles(levels, members, num_samples):
-            inputs = (self._inputs(tile), tile.indices, ids, np.int32(draws.stop - draws.start), seed_of(rng_key))
-            found = block_moments(self._study, self._family, names, *inputs)
+
+        def computed() -> Iterator[tuple[Tile, slice, dict]]:
+            for tile, draws, ids in self._tiles(levels, members, num_samples):
+                inputs = (self._inputs(tile), tile.indices, ids, np.int32(draws.stop - draws.start), seed_of(rng_key))
+                yield tile, draws, block_moments(self._study, self._family, names, *inputs)
+
+        for tile, draws, found in _one_ahead(computed()):
             for site in wanted:
                 if not self._counts_here(site, tile):
                     continue
@@ -397,7 +402,7 @@ class Posterior:
         for site in self.template.sites:
             level = tuple(plate for plate in site.level if plate in needed)
             work[level] = work.get(level, 0) + max(site.size * 8, int(np.prod(site.member_shape, dtype=int)))
-        caps = choose_batch({plate: len(members[plate]) for plate in needed}, work, max(TILE_BUDGET // draw_block, 1))
+        caps = choose_batch({plate: len(members[plate]) for plate in needed}, work, max(_tile_budget() // draw_block, 1))
         blocks = [[slice(a, min(a + caps[p], len(members[p]))) for a in range(0, len(members[p]), caps[p])] for p in needed]
         for chosen in itertools.product(*blocks):
             slices = dict(zip(needed, chosen, strict=True))
@@ -430,6 +435,20 @@ class Posterior:
             coords["chain"] = np.arange(1)
             coords["draw"] = np.arange(next(iter(arrays.values())).shape[1])
         return xr.Dataset(variables, coords={dim: (dim, values) for dim, values in coords.items()})
+
+
+def _one_ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, each asked for before the one before it is used: the device computes while the host reads."""
+    waiting: list[T] = []
+    for item in items:
+        waiting.append(item)
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+def _tile_budget() -> int:
+    return CPU_TILE if jax.default_backend() == "cpu" else ACCELERATOR_TILE
 
 
 def _check_count(num_samples: int) -> None:

@@ -123,6 +123,8 @@ def best_start(
     draws = draws_of_prior(problem.study, inputs.arguments, data, seed, {})
     scores: list[float] = []
     kept: list[tuple[Inputs, Array]] = []
+    # Starts at some value share their first weights, which would tell more in so few steps than the values do.
+    weights_of = [0]
 
     def trial(state: State, tried: Inputs, first: int, count: int) -> tuple[State, np.ndarray]:
         rates = np.zeros(LONGEST_CHUNK, np.float32)
@@ -139,7 +141,8 @@ def best_start(
             if number:
                 values = {**finding[number - 1].result(), **fixed}
                 tried = inputs._replace(units=started_units(problem, inputs, data, seed, values))
-                state = init(problem, observations.everything, seed, number)
+                weights_of.append(0 if values else number)
+                state = init(problem, observations.everything, seed, weights_of[-1])
             state, _ = trial(state, _held(problem, tried, values), 0, HELD_STEPS)
             tried = _paced(problem, tried, values, STARTED_PACE)
             state, elbos = trial(state, tried, HELD_STEPS, TRIAL_STEPS)
@@ -149,7 +152,7 @@ def best_start(
             kept.append((tried, jnp.array(state.weights.shared)))
             del state
     best = int(np.argmax(scores))
-    state = init(problem, observations.everything, seed, best)
+    state = init(problem, observations.everything, seed, weights_of[best])
     inputs, shared = kept[best]
     return inputs, state._replace(weights=state.weights._replace(shared=shared))
 
