@@ -32,6 +32,7 @@ ORDER = [
     "reading",
     "planning",
     "storage",
+    "tiles",
     "passes",
     "posterior",
     "fitting",

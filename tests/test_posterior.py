@@ -9,7 +9,7 @@ import numpyro.distributions as dist
 import pytest
 
 import pavi
-from pavi import posterior as posterior_module
+from pavi import tiles
 
 # One process runs this file: its tests share a fit.
 pytestmark = pytest.mark.xdist_group("posterior")
@@ -40,8 +40,8 @@ def fit():
 def test_a_slice_equals_the_slice_of_the_whole(fit, monkeypatch):
     whole = fit.sample(70, rng_key=3)
     # Small tiles: many blocks of members and of draws, padded at the ends.
-    monkeypatch.setattr(posterior_module, "CPU_TILE", 2000)
-    monkeypatch.setattr(posterior_module, "LARGEST_DRAW_BLOCK", 32)
+    monkeypatch.setattr(tiles, "CPU_TILE", 2000)
+    monkeypatch.setattr(tiles, "LARGEST_DRAW_BLOCK", 32)
     tiled = fit.sample(70, rng_key=3)
     for name in whole:
         assert np.allclose(whole[name], tiled[name], atol=1e-5), name
@@ -56,15 +56,15 @@ def test_a_slice_equals_the_slice_of_the_whole(fit, monkeypatch):
 
 def test_elbo_does_not_depend_on_tiles(fit, monkeypatch):
     whole = fit.elbo(40, rng_key=1)
-    monkeypatch.setattr(posterior_module, "CPU_TILE", 1000)
-    monkeypatch.setattr(posterior_module, "LARGEST_DRAW_BLOCK", 16)
+    monkeypatch.setattr(tiles, "CPU_TILE", 1000)
+    monkeypatch.setattr(tiles, "LARGEST_DRAW_BLOCK", 16)
     tiled = fit.elbo(40, rng_key=1)
     assert np.allclose(whole, tiled, rtol=1e-5)
     assert whole.stderr > 0
 
 
 def test_moments_are_those_of_the_draws(fit, monkeypatch):
-    monkeypatch.setattr(posterior_module, "LARGEST_DRAW_BLOCK", 64)
+    monkeypatch.setattr(tiles, "LARGEST_DRAW_BLOCK", 64)
     draws, moments = fit.sample(300), fit.moments(num_samples=300)
     assert moments["moment"].values.tolist() == ["mean", "sd"]
     for name in draws:
@@ -165,7 +165,7 @@ def test_load_of_nothing_and_of_broken_files(fit, tmp_path):
 
 def test_moments_can_be_written_to_zarr(fit, tmp_path, monkeypatch):
     kept = fit.moments(num_samples=300)
-    monkeypatch.setattr(posterior_module, "CPU_TILE", 2**12)  # many tiles
+    monkeypatch.setattr(tiles, "CPU_TILE", 2**12)  # many tiles
     stored = fit.moments(num_samples=300, store=tmp_path / "moments.zarr")
     assert set(stored.data_vars) == set(kept.data_vars)
     for name in kept.data_vars:

@@ -7,11 +7,9 @@ so a slice equals the same slice of the whole. Plates that the wanted sites are 
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +18,15 @@ import xarray as xr
 from jaxtyping import PRNGKeyArray
 
 from pavi import rows as row_ops
-from pavi.branch import choose_batch
+from pavi import storage
 from pavi.cascade import Study
 from pavi.data import Observations, stored_at
 from pavi.errors import SettingError
 from pavi.families import Family, Units, Weights
 from pavi.passes import block_moments, draw, score
-from pavi.template import Kind, Level, Site, Template
+from pavi.template import Kind, Site, Template
+from pavi.tiles import Tile, counts_here, one_ahead, tiles
 
-# Numbers held on the device while one tile is read: on a CPU what its caches hold, on an accelerator many more.
-CPU_TILE, ACCELERATOR_TILE = 2**22, 2**27
-LARGEST_DRAW_BLOCK = 256
-# Tiles that wait to be written.
-MOST_WRITES = 8
-
-T = TypeVar("T")
 Where = Mapping[str, Sequence[int] | np.ndarray | slice | int]
 
 
@@ -43,15 +35,6 @@ class Elbo(NamedTuple):
 
     mean: float
     stderr: float
-
-
-class Tile(NamedTuple):
-    """Members of each plate to look at: their indices, which of them only fill up the block, and where it lies."""
-
-    indices: dict[str, np.ndarray]
-    counts: dict[str, np.ndarray]
-    slices: dict[str, slice]
-    first: dict[str, bool]
 
 
 class Posterior:
@@ -196,38 +179,16 @@ class Posterior:
         rng_key: Any,
     ) -> xr.Dataset:
         """Moments written to a Zarr store tile by tile while the next tile is computed; the store, opened."""
-        try:
-            import zarr
-        except ImportError as error:
-            raise SettingError("moments(store=...) needs Zarr: install the `zarr` extra.") from error
         empty = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
         layout = self._dataset(wanted, members, empty, ("moment",)).assign_coords(moment=[0, 1])
-        group = zarr.open_group(str(store), mode="w")
-        for name, values in layout.coords.items():
-            found = np.asarray(values)
-            group.create_array(str(name), data=found, dimension_names=[str(dim) for dim in values.dims])
         levels = tuple(dict.fromkeys(site.level for site in wanted))
-        tile = next(iter(self._tiles(levels, members, num_samples)))[0]
-        arrays = {}
-        for site in wanted:
-            sizes = [len(tile.indices[plate]) for plate in site.level]
-            arrays[site.name] = group.create_array(
-                site.name,
-                shape=shapes[site.name],
-                chunks=(2, *sizes, *site.display_shape),
-                dtype="float32",
-                dimension_names=[str(dim) for dim in layout[site.name].dims],
-            )
-        with ThreadPoolExecutor(4) as pool:
-            writing: list[Future] = []
-            for site, place, both in self._moment_tiles(wanted, members, num_samples, rng_key):
-                writing.append(pool.submit(arrays[site.name].__setitem__, (slice(None), *place), both.astype(np.float32)))
-                while len(writing) > MOST_WRITES:
-                    writing.pop(0).result()
-            for each in writing:
-                each.result()
-        opened = xr.open_zarr(store, consolidated=False, chunks=None)
-        return opened.assign_coords(moment=["mean", "sd"])
+        tile = next(tiles(self.template, levels, members, num_samples))[0]
+        chunks = {
+            site.name: (2, *(len(tile.indices[plate]) for plate in site.level), *site.display_shape) for site in wanted
+        }
+        found = self._moment_tiles(wanted, members, num_samples, rng_key)
+        parts = ((site.name, (slice(None), *place), both) for site, place, both in found)
+        return storage.write_zarr(store, layout, chunks, parts).assign_coords(moment=["mean", "sd"])
 
     def _moment_tiles(
         self, wanted: Sequence[Site], members: dict[str, np.ndarray], num_samples: int, rng_key: Any
@@ -238,13 +199,13 @@ class Posterior:
         running: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
         def computed() -> Iterator[tuple[Tile, slice, dict]]:
-            for tile, draws, ids in self._tiles(levels, members, num_samples):
+            for tile, draws, ids in tiles(self.template, levels, members, num_samples):
                 inputs = (self._inputs(tile), tile.indices, ids, np.int32(draws.stop - draws.start), seed_of(rng_key))
                 yield tile, draws, block_moments(self._study, self._family, names, *inputs)
 
-        for tile, draws, found in _one_ahead(computed()):
+        for tile, draws, found in one_ahead(computed()):
             for site in wanted:
-                if not self._counts_here(site, tile):
+                if not counts_here(site, tile):
                     continue
                 place = tuple(tile.slices[plate] for plate in site.level)
                 keep = tuple(slice(s.stop - s.start) for s in place)
@@ -276,10 +237,10 @@ class Posterior:
         members = self._members(None)
         levels = tuple(dict.fromkeys(s.level for s in self.template.sites if s.kind is not Kind.DETERMINISTIC))
         total = np.zeros(num_samples)
-        for tile, draws, ids in self._tiles(levels, members, num_samples):
+        for tile, draws, ids in tiles(self.template, levels, members, num_samples):
             terms = score(self._study, self._family, self._inputs(tile), tile.indices, tile.counts, ids, seed_of(rng_key))
             for name, values in terms.items():
-                if self._counts_here(self.template.site(name), tile):
+                if counts_here(self.template.site(name), tile):
                     total[draws] += np.asarray(values, np.float64)[: draws.stop - draws.start]
         return Elbo(float(total.mean()), float(total.std(ddof=1) / np.sqrt(num_samples)) if num_samples > 1 else np.inf)
 
@@ -377,45 +338,14 @@ class Posterior:
         """Values of the wanted sites block by block: (site, where in its plates, which draws, values)."""
         names = tuple(site.name for site in wanted)
         levels = tuple(dict.fromkeys(site.level for site in wanted))
-        for tile, draws, ids in self._tiles(levels, members, num_samples):
+        for tile, draws, ids in tiles(self.template, levels, members, num_samples):
             found = draw(self._study, self._family, names, predict, self._inputs(tile), tile.indices, ids, seed_of(rng_key))
             for site in wanted:
-                if self._counts_here(site, tile):
+                if counts_here(site, tile):
                     place = tuple(tile.slices[plate] for plate in site.level)
                     keep = tuple(slice(s.stop - s.start) for s in (draws, *place))
                     values = np.asarray(found[site.name])[keep]
                     yield site, place, draws, values.reshape(*values.shape[: 1 + len(place)], *site.display_shape)
-
-    def _counts_here(self, site: Site, tile: Tile) -> bool:
-        """A site is read in the tiles that are first along every plate it is not in, so once."""
-        return all(first or plate in site.level for plate, first in tile.first.items())
-
-    def _tiles(
-        self, levels: Sequence[Level], members: dict[str, np.ndarray], num_samples: int
-    ) -> Iterator[tuple[Tile, slice, np.ndarray]]:
-        """Tiles that cover the members of some levels, each with every block of draws."""
-        needed = [plate.name for plate in self.template.plates if any(plate.name in level for level in levels)]
-        if any(len(members[plate]) == 0 for plate in needed):
-            return
-        draw_block = min(num_samples, LARGEST_DRAW_BLOCK)
-        work: dict[Level, int] = {}
-        for site in self.template.sites:
-            level = tuple(plate for plate in site.level if plate in needed)
-            work[level] = work.get(level, 0) + max(site.size * 8, int(np.prod(site.member_shape, dtype=int)))
-        caps = choose_batch({plate: len(members[plate]) for plate in needed}, work, max(_tile_budget() // draw_block, 1))
-        blocks = [[slice(a, min(a + caps[p], len(members[p]))) for a in range(0, len(members[p]), caps[p])] for p in needed]
-        for chosen in itertools.product(*blocks):
-            slices = dict(zip(needed, chosen, strict=True))
-            indices = {plate.name: np.zeros(1, np.int32) for plate in self.template.plates}
-            counts = {plate.name: np.ones(1, bool) for plate in self.template.plates}
-            for plate, part in slices.items():
-                index = members[plate][part]
-                indices[plate] = np.pad(index, (0, caps[plate] - len(index)), mode="edge").astype(np.int32)
-                counts[plate] = np.arange(caps[plate]) < len(index)
-            first = {plate: part.start == 0 for plate, part in slices.items()}
-            for start in range(0, num_samples, draw_block):
-                draws = slice(start, min(start + draw_block, num_samples))
-                yield Tile(indices, counts, slices, first), draws, np.arange(start, start + draw_block)
 
     def _dataset(
         self, sites: Sequence[Site], members: dict[str, np.ndarray], arrays: dict[str, np.ndarray], lead: tuple[str, ...]
@@ -435,20 +365,6 @@ class Posterior:
             coords["chain"] = np.arange(1)
             coords["draw"] = np.arange(next(iter(arrays.values())).shape[1])
         return xr.Dataset(variables, coords={dim: (dim, values) for dim, values in coords.items()})
-
-
-def _one_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, each asked for before the one before it is used: the device computes while the host reads."""
-    waiting: list[T] = []
-    for item in items:
-        waiting.append(item)
-        if len(waiting) > 1:
-            yield waiting.pop(0)
-    yield from waiting
-
-
-def _tile_budget() -> int:
-    return CPU_TILE if jax.default_backend() == "cpu" else ACCELERATOR_TILE
 
 
 def _check_count(num_samples: int) -> None:

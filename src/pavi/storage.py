@@ -1,6 +1,6 @@
-"""One file for a saved fit: arrays as they are, settings as JSON, no pickled code.
+"""What is written to disk: a saved fit in one file, arrays as they are, settings as JSON, no pickled code; Zarr stores.
 
-The file is a NumPy `.npz` archive with a JSON entry that describes a tree; arrays in the tree are entries of their own.
+A saved fit is a NumPy `.npz` archive with a JSON entry that describes a tree; arrays in the tree are entries of their own.
 It is written beside its final name and moved there when whole, so a crash never leaves half a file behind.
 """
 
@@ -11,16 +11,20 @@ import importlib
 import json
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import xarray as xr
 
 from pavi.errors import LoadError, SettingError
 
 FORMAT = 1
+# Parts that wait to be written to a Zarr store.
+MOST_WRITES = 8
 
 
 def write(path: str | os.PathLike, tree: Any) -> None:
@@ -119,3 +123,44 @@ def _find(name: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise LoadError(f"The saved fit uses {name}, which cannot be imported here: {error}.") from error
     return found
+
+
+def write_zarr(
+    store: str | os.PathLike,
+    layout: xr.Dataset,
+    chunks: Mapping[str, tuple[int, ...]],
+    parts: Iterable[tuple[str, tuple[slice, ...], np.ndarray]],
+) -> xr.Dataset:
+    """Writes float32 arrays to a Zarr store part by part, while the next part is computed; the store, opened lazily.
+
+    Args:
+        layout: names, shapes, dims and coordinates; its values are not read.
+        chunks: of each array.
+        parts: (name, where, values).
+    """
+    try:
+        import zarr
+    except ImportError as error:
+        raise SettingError("A Zarr store needs Zarr: install the `zarr` extra.") from error
+    group = zarr.open_group(str(store), mode="w")
+    for name, values in layout.coords.items():
+        group.create_array(str(name), data=np.asarray(values), dimension_names=[str(dim) for dim in values.dims])
+    arrays = {
+        name: group.create_array(
+            name,
+            shape=layout[name].shape,
+            chunks=chunks[name],
+            dtype="float32",
+            dimension_names=[str(dim) for dim in layout[name].dims],
+        )
+        for name in chunks
+    }
+    with ThreadPoolExecutor(4) as pool:
+        writing: list[Future] = []
+        for name, place, values in parts:
+            writing.append(pool.submit(arrays[name].__setitem__, place, values.astype(np.float32)))
+            while len(writing) > MOST_WRITES:
+                writing.pop(0).result()
+        for each in writing:
+            each.result()
+    return xr.open_zarr(store, consolidated=False, chunks=None)

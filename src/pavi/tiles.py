@@ -1,0 +1,75 @@
+"""Tiles: blocks of members and draws, of one fixed shape, in which a posterior of any size is read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from pavi.branch import choose_batch
+from pavi.template import Level, Site, Template
+
+# Numbers held on the device while one tile is read: on a CPU what its caches hold, on an accelerator many more.
+CPU_TILE, ACCELERATOR_TILE = 2**22, 2**27
+LARGEST_DRAW_BLOCK = 256
+
+T = TypeVar("T")
+
+
+class Tile(NamedTuple):
+    """Members of each plate to look at: their indices, which of them only fill up the block, and where it lies."""
+
+    indices: dict[str, np.ndarray]
+    counts: dict[str, np.ndarray]
+    slices: dict[str, slice]
+    first: dict[str, bool]
+
+
+def counts_here(site: Site, tile: Tile) -> bool:
+    """A site is read in the tiles that are first along every plate it is not in, so once."""
+    return all(first or plate in site.level for plate, first in tile.first.items())
+
+
+def tiles(
+    template: Template, levels: Sequence[Level], members: Mapping[str, np.ndarray], num_samples: int
+) -> Iterator[tuple[Tile, slice, np.ndarray]]:
+    """Tiles that cover the members of some levels, each with every block of draws."""
+    needed = [plate.name for plate in template.plates if any(plate.name in level for level in levels)]
+    if any(len(members[plate]) == 0 for plate in needed):
+        return
+    draw_block = min(num_samples, LARGEST_DRAW_BLOCK)
+    work: dict[Level, int] = {}
+    for site in template.sites:
+        level = tuple(plate for plate in site.level if plate in needed)
+        work[level] = work.get(level, 0) + max(site.size * 8, int(np.prod(site.member_shape, dtype=int)))
+    caps = choose_batch({plate: len(members[plate]) for plate in needed}, work, max(_tile_budget() // draw_block, 1))
+    blocks = [[slice(a, min(a + caps[p], len(members[p]))) for a in range(0, len(members[p]), caps[p])] for p in needed]
+    for chosen in itertools.product(*blocks):
+        slices = dict(zip(needed, chosen, strict=True))
+        indices = {plate.name: np.zeros(1, np.int32) for plate in template.plates}
+        counts = {plate.name: np.ones(1, bool) for plate in template.plates}
+        for plate, part in slices.items():
+            index = members[plate][part]
+            indices[plate] = np.pad(index, (0, caps[plate] - len(index)), mode="edge").astype(np.int32)
+            counts[plate] = np.arange(caps[plate]) < len(index)
+        first = {plate: part.start == 0 for plate, part in slices.items()}
+        for start in range(0, num_samples, draw_block):
+            draws = slice(start, min(start + draw_block, num_samples))
+            yield Tile(indices, counts, slices, first), draws, np.arange(start, start + draw_block)
+
+
+def one_ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, each asked for before the one before it is used: the device computes while the host reads."""
+    waiting: list[T] = []
+    for item in items:
+        waiting.append(item)
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+def _tile_budget() -> int:
+    return CPU_TILE if jax.default_backend() == "cpu" else ACCELERATOR_TILE
