@@ -33,8 +33,8 @@ from pavi.template import Site, Template
 
 # Starts of a model that looks like a mixture, where the caller does not say.
 USUAL_STARTS = 4
-# Steps for which what was started is held, then steps for which it is not; of these the last ones are scored.
-HELD_STEPS, TRIAL_STEPS, SCORED_STEPS = 200, 100, 50
+# Steps for which all latents outside of plates are held, then those that were started, then none; the last are scored.
+HELD_STEPS, STARTED_STEPS, TRIAL_STEPS, SCORED_STEPS = 200, 100, 100, 50
 # What the rate of a latent that was started somewhere is multiplied by once it is not held.
 STARTED_PACE = 0.1
 # Observed elements that are clustered, and of these how many make a mean.

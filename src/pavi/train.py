@@ -26,7 +26,15 @@ from pavi.data import Observations
 from pavi.errors import TrainingError
 from pavi.families import Units
 from pavi.schedule import LONGEST_CHUNK, Schedule, Stop, early_rates
-from pavi.starting import HELD_STEPS, SCORED_STEPS, STARTED_PACE, TRIAL_STEPS, Start, other_start
+from pavi.starting import (
+    HELD_STEPS,
+    SCORED_STEPS,
+    STARTED_PACE,
+    STARTED_STEPS,
+    TRIAL_STEPS,
+    Start,
+    other_start,
+)
 from pavi.stepping import (
     Inputs,
     Problem,
@@ -118,7 +126,7 @@ def best_start(
         run: runs a chunk of steps.
         fixed: values that the caller chose, which every start shares.
     """
-    early = schedule.pace * early_rates(np.arange(HELD_STEPS + TRIAL_STEPS))
+    early = schedule.pace * early_rates(np.arange(HELD_STEPS + STARTED_STEPS + TRIAL_STEPS))
     data = {} if observations.stored else observations.arrays
     draws = draws_of_prior(problem.study, inputs.arguments, data, seed, {})
     scores: list[float] = []
@@ -143,9 +151,12 @@ def best_start(
                 tried = inputs._replace(units=started_units(problem, inputs, data, seed, values))
                 weights_of.append(0 if values else number)
                 state = init(problem, observations.everything, seed, weights_of[-1])
-            state, _ = trial(state, _held(problem, tried, values), 0, HELD_STEPS)
+            # Let go at once, a latent is torn away by flows that start at random, and spreads widen to cover what it misses.
+            outside = [site.name for site in problem.template.latents if values and not site.level]
+            state, _ = trial(state, _paced(problem, tried, {*values, *outside}, 0.0), 0, HELD_STEPS)
+            state, _ = trial(state, _paced(problem, tried, values, 0.0), HELD_STEPS, STARTED_STEPS)
             tried = _paced(problem, tried, values, STARTED_PACE)
-            state, elbos = trial(state, tried, HELD_STEPS, TRIAL_STEPS)
+            state, elbos = trial(state, tried, HELD_STEPS + STARTED_STEPS, TRIAL_STEPS)
             last = elbos[-SCORED_STEPS:].astype(np.float64)
             scores.append(float(np.where(np.isfinite(last), last, -np.inf).mean()))
             # Rows start over from the data: to keep them of several starts would take as much memory again.
@@ -155,17 +166,6 @@ def best_start(
     state = init(problem, observations.everything, seed, weights_of[best])
     inputs, shared = kept[best]
     return inputs, state._replace(weights=state.weights._replace(shared=shared))
-
-
-def _held(problem: Problem, inputs: Inputs, values: Iterable[str]) -> Inputs:
-    """Inputs that hold what starts at some value, and with it all latents outside of plates, while the members settle.
-
-    Let go at once, a latent is torn away by flows that start at random; and spreads widen to cover what those miss.
-    """
-    if not values:
-        return inputs
-    outside = [site.name for site in problem.template.latents if not site.level]
-    return _paced(problem, inputs, {*values, *outside}, 0.0)
 
 
 def _paced(problem: Problem, inputs: Inputs, names: Iterable[str], pace: float) -> Inputs:
