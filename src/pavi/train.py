@@ -130,7 +130,7 @@ def best_start(
     data = {} if observations.stored else observations.arrays
     draws = draws_of_prior(problem.study, inputs.arguments, data, seed, {})
     scores: list[float] = []
-    kept: list[tuple[Inputs, Array]] = []
+    kept: list[tuple[Inputs, Array, dict]] = []
     # Starts at some value share their first weights, which would tell more in so few steps than the values do.
     weights_of = [0]
 
@@ -159,13 +159,15 @@ def best_start(
             state, elbos = trial(state, tried, HELD_STEPS + STARTED_STEPS, TRIAL_STEPS)
             last = elbos[-SCORED_STEPS:].astype(np.float64)
             scores.append(float(np.where(np.isfinite(last), last, -np.inf).mean()))
-            # Rows start over from the data: to keep them of several starts would take as much memory again.
-            kept.append((tried, jnp.array(state.weights.shared)))
+            # Members' rows start over from the data: to keep them of several starts would take as much memory again.
+            outside_rows = {level: jnp.array(rows) for level, rows in state.weights.rows.items() if not level}
+            kept.append((tried, jnp.array(state.weights.shared), outside_rows))
             del state
     best = int(np.argmax(scores))
     state = init(problem, observations.everything, seed, weights_of[best])
-    inputs, shared = kept[best]
-    return inputs, state._replace(weights=state.weights._replace(shared=shared))
+    inputs, shared, outside_rows = kept[best]
+    weights = state.weights._replace(shared=shared, rows={**state.weights.rows, **outside_rows})
+    return inputs, state._replace(weights=weights)
 
 
 def _paced(problem: Problem, inputs: Inputs, names: Iterable[str], pace: float) -> Inputs:
