@@ -30,8 +30,8 @@ class ASVI(Parametric):
     """Convex updates of the prior's parameters: each becomes a weighted mean of the prior's and of a trained value.
 
     A latent keeps the distribution that the model gives it, with the parameters `w * prior's + (1 - w) * trained`: one
-    weight and one trained value per parameter. As the prior's parameters depend on the parents, so does q, which is exact for
-    normal hierarchies with known spreads. It cannot change the family of a distribution nor correlate latents that are
+    weight and one trained value per parameter. As the prior's parameters depend on the parents, so does q, which is
+    exact for normal hierarchies with known spreads. It cannot change the family of a distribution nor correlate latents that are
     independent given their parents. For latents made of scalar distributions (`Normal`, `LogNormal`, `Gamma`, ...).
 
     Args:
