@@ -31,8 +31,8 @@ class ASVI(Parametric):
 
     A latent keeps the distribution that the model gives it, with the parameters `w * prior's + (1 - w) * trained`: one
     weight and one trained value per parameter. As the prior's parameters depend on the parents, so does q, which is
-    exact for normal hierarchies with known spreads. It cannot change the family of a distribution nor correlate latents that are
-    independent given their parents. For latents made of scalar distributions (`Normal`, `LogNormal`, `Gamma`, ...).
+    exact for normal hierarchies with known spreads. It cannot change the family of a distribution, nor correlate
+    latents that are independent given their parents. For latents made of scalar distributions (`Normal`, `Gamma`, ...).
 
     Args:
         amortized: regress weights and values of all members of a plate from encodings (plate-amortized ASVI).
