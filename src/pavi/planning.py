@@ -174,6 +174,7 @@ def make_plan(
         jax.ShapeDtypeStruct((2,), np.uint32),
     )
     arrays = {site.name: data[str(data_name(site.name, [str(name) for name in data]))] for site in template.observed}
+    arrays = {name: array if hasattr(array, "dtype") else np.asarray(array) for name, array in arrays.items()}
     sizes = {name: math.prod(np.shape(array)) * np.dtype(array.dtype).itemsize for name, array in arrays.items()}
     stored = sum(sizes[name] for name, array in arrays.items() if is_stored(array))
     movable = sum(sizes[name] for name, array in arrays.items() if not isinstance(array, jax.Array)) - stored
@@ -246,7 +247,7 @@ def folder_of(placement: str | os.PathLike | None) -> str | None:
 
 def device_memory() -> int:
     """Bytes of memory that a fit may use on the default device."""
-    stats = jax.devices()[0].memory_stats()
+    stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return int(USABLE * stats["bytes_limit"])
     return int(USABLE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
