@@ -15,7 +15,8 @@ from pavi.branch import draw_branch, fit_runs
 from pavi.planning import Place
 
 X = np.random.default_rng(0).normal(1.0, 1.5, size=(20, 6, 2)).astype(np.float32)
-SETTINGS = {"batch": {"group": 7, "point": 4}, "steps": 120, "progress_bar": False}
+FAMILY = pavi.PAVI(flow=pavi.Affine(hidden=()))
+SETTINGS = {"family": FAMILY, "batch": {"group": 7, "point": 4}, "steps": 120, "progress_bar": False}
 
 
 def model():
@@ -54,20 +55,12 @@ def test_rows_in_memory_maps_give_the_same_fit(on_device, tmp_path):
     same(mapped, on_device)
 
 
-@pytest.mark.parametrize("placement", ["host", "folder"])
-def test_hosted_rows_go_on_from_a_checkpoint(placement, on_device, tmp_path):
-    settings = SETTINGS | {
-        "checkpoint": tmp_path / "kept",
-        "placement": tmp_path / "rows" if placement == "folder" else "host",
-    }
+def test_hosted_rows_go_on_from_a_checkpoint_and_can_be_updated(on_device, tmp_path):
+    settings = SETTINGS | {"checkpoint": tmp_path / "kept", "placement": tmp_path / "rows"}
     pavi.fit(model, {"x": X}, **settings)
     again = pavi.fit(model, {"x": X}, **settings)
     same(again, on_device)
-
-
-def test_a_hosted_fit_can_be_updated():
-    hosted = pavi.fit(model, {"x": X}, placement="host", **SETTINGS)
-    updated = hosted.update({"x": np.concatenate([X, X[:2]])}, steps=30, progress_bar=False)
+    updated = again.update({"x": np.concatenate([X, X[:2]])}, steps=30, progress_bar=False)
     assert updated.sample(5)["theta"].sizes["group"] == 22
     assert isinstance(updated._weights.rows["group",], np.ndarray)
 
@@ -131,7 +124,7 @@ def test_chunked_data_are_read_in_runs(tmp_path):
             with numpyro.plate("point", 6, dim=-1):
                 numpyro.sample("x", dist.Normal(theta, 1).to_event(1))
 
-    settings = {"batch": {"group": 18, "point": 4}, "steps": 60, "progress_bar": False}
+    settings = {"family": FAMILY, "batch": {"group": 18, "point": 4}, "steps": 60, "progress_bar": False}
     stored = pavi.fit(larger, {"x": zarr.open_array(tmp_path / "x.zarr", mode="r")}, **settings)
     assert stored.batch["group"] == 18
     in_memory = pavi.fit(larger, {"x": array[:]}, runs={"group": 2}, **settings)
