@@ -65,7 +65,7 @@ def fit(
         devices: over how many devices to split the study along a plate, or `{plate: devices}`. By default one device.
         placement: where data and rows (encodings with their optimizer state) lie: "device"; "host", from where a step is
             given those of its members; or a folder, in which rows are memory maps. By default on the device as far as there
-            is room: see `pavi.plan`. The result is the same.
+            is room: see `pavi.plan`. The result is the same up to rounding.
         runs: members of a plate to draw side by side, by plate, so that data stored in chunks are read in few pieces; by
             default what fits the chunks of stored data, and one for data in memory.
 

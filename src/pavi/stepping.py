@@ -236,7 +236,7 @@ def step(
     rows = {level: row_ops.gather(array, index[level]) for level, array in state.weights.rows.items()}
     row_states = {level: row_ops.gather(tree, index[level]) for level, tree in state.row_optimizer.items()}
     sliced = {**observed_data.at_branch(template, inputs.data, branch, whole), **stored}
-    # The barrier keeps the reading apart from what is made of it: the same bits, wherever rows and data come from.
+    # The barrier keeps the reading apart from what is made of it: mostly the same bits, wherever rows and data come from.
     branch, rows, sliced = jax.lax.optimization_barrier((branch, rows, sliced))
 
     memory_index = {key: () if set(key[1]) <= whole else branch.at(key[1]) for key in state.weights.memory}
