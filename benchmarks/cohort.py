@@ -171,7 +171,7 @@ def growth(arguments: argparse.Namespace) -> None:
         "\n|---|---|---|---|---|---|---|---|"
     )
     vertices = round(VERTICES * np.sqrt(arguments.size))
-    for subjects in (10, 100, 1000):
+    for subjects in (10, 32, 100, 1000):
         cohort = simulate_cohort(subjects, SESSIONS, vertices, FEATURES, NETWORKS, **SETTINGS["hard"])
         model = parcellation(subjects, SESSIONS, vertices, FEATURES, NETWORKS, **SETTINGS["hard"])
         evaluated = np.arange(10)

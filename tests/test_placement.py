@@ -143,6 +143,8 @@ def test_a_run_beyond_the_last_member_is_harmless():
 
 
 def test_runs_are_checked():
+    with pytest.raises(pavi.PaviError, match="one by one on several devices"):
+        pavi.fit(model, {"x": jnp.asarray(X)}, runs={"group": 2}, devices=1, **SETTINGS)
     with pytest.raises(pavi.PaviError, match="does not have"):
         pavi.fit(model, {"x": X}, runs={"person": 3}, **SETTINGS)
     with pytest.raises(pavi.PaviError, match="expected from 1"):

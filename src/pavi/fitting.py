@@ -357,6 +357,10 @@ def _problem(study: Study, setting: Setting, optimizers: tuple, early: bool, pac
         levels = frozenset(level for level in setting.family.shapes(study.template, problem.whole).rows if level)
         problem = dataclasses.replace(problem, hosted=levels, folder=setting.folder)
     if setting.devices is not None:
+        if runs:
+            raise SettingError(
+                f"runs={runs}: members are drawn one by one on several devices. Leave out `runs` or `devices`."
+            )
         problem = sharded(problem, setting.devices)
     decays = setting.optimizer is None
     return problem, Schedule(study.template, chosen, setting.steps, decays=decays, load=load, early=early, pace=pace)

@@ -1,8 +1,8 @@
 """Training on data or rows that do not lie on the device.
 
 Which members a step looks at follows from the key and the number of the step, so the data of coming steps can be read ahead,
-while the present steps are computed; the result is that of data on the device, bit for bit. Rows in host memory are handed
-to each step and taken back from it.
+while the present steps are computed; the result is that of data on the device, up to rounding. Rows in host memory are
+handed to each step and taken back from it.
 """
 
 from __future__ import annotations
