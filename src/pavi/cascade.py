@@ -220,7 +220,7 @@ class _Cascade(Messenger):
     def _observed(self, site: Site, msg: Message) -> None:
         fn = msg["fn"]
         if site.kind is Kind.OBSERVED:
-            value = fn.sample(self._key(site)) if self.predict else self.data[site.name].reshape(fn.shape())
+            value = fn.sample(self._key(site)) if self.predict else _widened(self.data[site.name]).reshape(fn.shape())
             msg["value"] = value
             self.found.values[site.name] = value.reshape(site.member_shape)
             self.found.seen[site.name] = _seen(fn).reshape(site.member_shape)
@@ -266,6 +266,12 @@ def _seen(fn: dist.Distribution) -> Array:
     return jnp.broadcast_to(seen, shape)
 
 
+def _widened(value: Array) -> Array:
+    """Data kept in half precision are computed with in full: sums of their squares would lose the very differences."""
+    half = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4
+    return value.astype(jnp.float32) if half else value
+
+
 def cascade(
     study: Study,
     arrays: Any,
@@ -296,7 +302,9 @@ def cascade(
     run: Callable[..., Pass] = member
     for plate in reversed(template.plates):
         run = _over_plate(run, template, plate.name)
-    return run(dict(encodings), dict(branch.indices), dict(data))
+    # On accelerators products of matrices are rounded to ten bits by default: too coarse for narrow posteriors.
+    with jax.default_matmul_precision("float32"):
+        return run(dict(encodings), dict(branch.indices), dict(data))
 
 
 def _over_plate(run: Callable[..., Pass], template: Template, plate: str) -> Callable[..., Pass]:

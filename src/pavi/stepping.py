@@ -91,6 +91,8 @@ class Inputs(NamedTuple):
     units: Units
     paces: Float[Array | np.ndarray, " weights"] | float = 1.0
     """What the rates of the shared weights are multiplied by, each: zero holds a weight."""
+    outside_pace: Float[Array, ""] | float = 1.0
+    """What the rate of the rows outside of plates is multiplied by."""
 
 
 class State(NamedTuple):
@@ -270,7 +272,8 @@ def step(
     new_rows, new_row_states = {}, {}
     for level, old in rows.items():
         row_updates, row_state = row_ops.update(problem.row_optimizer, row_grads[level], row_states[level], old)
-        new_rows[level] = row_ops.scatter(state.weights.rows[level], index[level], kept(old + rate * row_updates, old))
+        row_rate = rate if level else rate * inputs.outside_pace
+        new_rows[level] = row_ops.scatter(state.weights.rows[level], index[level], kept(old + row_rate * row_updates, old))
         row_state = kept(row_state, row_states[level])
         new_row_states[level] = row_ops.scatter(state.row_optimizer[level], index[level], row_state)
     new_memories = {

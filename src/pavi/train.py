@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from sklearn.exceptions import ConvergenceWarning
 from tqdm.auto import tqdm
 
 from pavi.compiling import quick_options
@@ -86,7 +87,7 @@ def prepare(
         compiling = pool.submit(draws_of_prior.lower(problem.study, arguments, data, seed, {}).compile)
         state = init(problem, observations.everything, seed)
         paces = np.ones(state.weights.shared.shape, state.weights.shared.dtype)
-        inputs = Inputs(arguments, observations.arrays, Units(zeros, zeros, zeros) | measured, paces)
+        inputs = Inputs(arguments, observations.arrays, Units(zeros, zeros, zeros) | measured, paces, np.float32(1.0))
         if not observations.stored and not problem.hosted and problem.shards is None:
             chunk_runner(quick).lower(problem, inputs, state, np.zeros(LONGEST_CHUNK, np.float32), np.int32(0))
         compiling.result()
@@ -140,7 +141,9 @@ def best_start(
         state, elbos = run(problem, tried, state, rates, np.int32(count))
         return state, np.asarray(elbos)[:count]
 
-    with ThreadPoolExecutor(1) as pool:  # starts are found while the steps are compiled
+    # Starts are found while the steps are compiled. They need not have converged, nor all points be distinct.
+    with warnings.catch_warnings(), ThreadPoolExecutor(1) as pool:
+        warnings.simplefilter("ignore", ConvergenceWarning)
         finding = [
             pool.submit(other_start, problem.template, observations.everything, draws, number) for number in range(1, starts)
         ]
@@ -153,8 +156,8 @@ def best_start(
                 state = init(problem, observations.everything, seed, weights_of[-1])
             # Let go at once, a latent is torn away by flows that start at random, and spreads widen to cover what it misses.
             outside = [site.name for site in problem.template.latents if values and not site.level]
-            state, _ = trial(state, _paced(problem, tried, {*values, *outside}, 0.0), 0, HELD_STEPS)
-            state, _ = trial(state, _paced(problem, tried, values, 0.0), HELD_STEPS, STARTED_STEPS)
+            state, _ = trial(state, _held(problem, tried, {*values, *outside}), 0, HELD_STEPS)
+            state, _ = trial(state, _held(problem, tried, values), HELD_STEPS, STARTED_STEPS)
             tried = _paced(problem, tried, values, STARTED_PACE)
             state, elbos = trial(state, tried, HELD_STEPS + STARTED_STEPS, TRIAL_STEPS)
             last = elbos[-SCORED_STEPS:].astype(np.float64)
@@ -168,6 +171,11 @@ def best_start(
     inputs, shared, outside_rows = kept[best]
     weights = state.weights._replace(shared=shared, rows={**state.weights.rows, **outside_rows})
     return inputs, state._replace(weights=weights)
+
+
+def _held(problem: Problem, inputs: Inputs, names: Iterable[str]) -> Inputs:
+    """Inputs that hold some sites: their flows, and the encoding that latents outside of plates share."""
+    return _paced(problem, inputs, names, 0.0)._replace(outside_pace=np.float32(0.0 if names else 1.0))
 
 
 def _paced(problem: Problem, inputs: Inputs, names: Iterable[str], pace: float) -> Inputs:

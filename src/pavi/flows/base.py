@@ -76,13 +76,19 @@ def push(
     frozen = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if eqx.is_inexact_array(leaf) else leaf, bijection)
     encoding = jax.lax.stop_gradient(encoding)
     if path is Path.INVERSE:
+        # Gradients come from the inverse, values from the draw: a narrow posterior's inverse loses its digits to rounding.
         base_of_value, inverse_log_det = frozen.inverse_and_log_det(value, jnp.concatenate([encoding, given]))
-        return value, log_prior(base_of_value) + inverse_log_det
+        return value, log_prior(_at(base, base_of_value)) + _at(-log_det, inverse_log_det)
     point, given_point, log_det = jax.lax.stop_gradient((base, given, log_det))
     by_value, by_given = _density_gradient(frozen, point, encoding, given_point, log_prior)
     log_q = log_prior(point) - log_det
     log_q += jnp.dot(by_value, value - jax.lax.stop_gradient(value)) + jnp.dot(by_given, given - given_point)
     return value, log_q
+
+
+def _at(value: Array, slope: Array) -> Array:
+    """A value with the gradient of another expression of it."""
+    return slope + jax.lax.stop_gradient(value - slope)
 
 
 def _density_gradient(
