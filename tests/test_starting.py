@@ -9,6 +9,8 @@ import numpyro.distributions as dist
 import pytest
 
 import pavi
+from pavi.reading import read_study
+from pavi.sources import Stored
 from pavi.starting import components, other_start, usual_starts
 
 CENTERS = np.array([[-4.0, 0.0], [0.0, 3.0], [4.0, -2.0]])
@@ -49,9 +51,34 @@ def test_fewer_data_than_components_are_no_obstacle(points):
         with numpyro.plate("group", 2, dim=-2), numpyro.plate("point", points, dim=-1):
             numpyro.sample("x", dist.Normal(centers.mean(0), 1.0).to_event(1))
 
-    template = pavi.read_template(model, ["x"])
-    x = np.random.default_rng(0).normal(size=(2, points, 2))
-    assert all(not other_start(template, {"x": x}, {}, number) for number in (1, 2, 3))
+    x = np.random.default_rng(0).normal(size=(2, points, 2)).astype(np.float32)
+    study, arguments, _ = read_study(model, {"x": x}, (), None)
+    assert all(not other_start(study, arguments, {"x": x}, {}, number) for number in (1, 2, 3))
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_spreads_of_clusters_start_the_latent_they_belong_to(stored):
+    """Of two positive latents with a number for each component, only one is the spread of what is observed."""
+    scales = np.array([0.2, 0.5, 1.0])
+
+    def model():
+        centers = numpyro.sample("centers", dist.Normal(jnp.zeros((3, 2)), 4.0).to_event(2))
+        rates = numpyro.sample("rates", dist.Gamma(2.0, 1.0).expand([3]).to_event(1))
+        spreads = numpyro.sample("spreads", dist.LogNormal(0.0, 1.0).expand([3]).to_event(1))
+        with numpyro.plate("point", 600):
+            shares = numpyro.sample("shares", dist.Normal(jnp.zeros(3), rates).to_event(1))
+            each = dist.Normal(centers, spreads[:, None]).to_event(1)
+            numpyro.sample("x", dist.MixtureSameFamily(dist.Categorical(logits=shares), each))
+
+    rng = np.random.default_rng(0)
+    label = rng.integers(0, 3, 600)
+    x = (CENTERS[label] + scales[label][:, None] * rng.normal(size=(600, 2))).astype(np.float32)
+    study, arguments, _ = read_study(model, {"x": x}, (), None)
+    start = other_start(study, arguments, {"x": Stored(x) if stored else x}, {}, 1)
+    assert set(start) == {"centers", "spreads"}
+    found = start["centers"].value.reshape(3, 2)
+    nearest = np.linalg.norm(CENTERS[:, None] - found, axis=-1).argmin(1)
+    np.testing.assert_allclose(np.exp(start["spreads"].value)[nearest], scales, rtol=0.15)
 
 
 def test_a_start_is_where_it_was_asked_for():

@@ -337,7 +337,8 @@ def refine(
     optimizers = (optax.set_to_zero() if frozen else optimizer, row_optimizer)
     problem, schedule = _problem(study, setting, optimizers, early=False, pace=1.0)
     paces = np.ones(weights.shared.shape, weights.shared.dtype)
-    inputs = Inputs(arguments, observations.arrays, units, paces, np.float32(1.0))
+    row_paces = dict.fromkeys(weights.rows, np.float32(1.0))
+    inputs = Inputs(arguments, observations.arrays, units, paces, row_paces)
     rng = np.random.default_rng(setting.seed)
     memory = setting.family.init(study.template, rng, observations.everything, problem.whole).memory
     copied = jax.tree.map(np.array if problem.hosted else jnp.array, weights._replace(memory=memory))

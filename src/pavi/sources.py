@@ -79,6 +79,18 @@ def take(array: Any, index: tuple[np.ndarray, ...]) -> Any:
     return array.take(index) if isinstance(array, Stored) else array[np.ix_(*index)]
 
 
+def take_each(array: Any, index: list[np.ndarray]) -> np.ndarray:
+    """The elements of an array, stored or not, at several places, given by an index vector for each of its first axes."""
+    if not isinstance(array, Stored):
+        return np.asarray(array[tuple(index)])
+    return np.concatenate(
+        [
+            array.take(tuple(np.array([k]) for k in place)).reshape(1, *array.shape[len(index) :])
+            for place in zip(*index, strict=True)
+        ]
+    )
+
+
 def is_stored(value: Any) -> bool:
     """Whether data lie outside of memory and are to stay there."""
     if isinstance(value, xr.DataArray):

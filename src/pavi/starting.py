@@ -4,7 +4,8 @@ Models with several like components (mixtures) have many optima, in most of whic
 another has none. So a fit may be started several times; every start trains for some steps on the same branches with the
 same noise, and the one with the best ELBO goes on. The first start is at the prior's center. The others are at centers of
 clusters of the data (a mixture fitted by scikit-learn) for a latent that is made of *several of what is
-observed*, and at draws from the prior for the other latents outside of plates.
+observed*, along with their spreads for a positive latent of as many numbers; or at draws from the prior for all latents
+outside of plates where there is no such latent.
 
 Flows work in units whose center a start can choose: the posterior then starts around it. The latents below start where
 the prior puts them given these values.
@@ -24,15 +25,16 @@ from sklearn.mixture import GaussianMixture
 
 from pavi.branch import fixed_branch
 from pavi.cascade import Draw, Prior, Study, cascade, draw_prior
+from pavi.compiling import quick_jit
 from pavi.data import at_branch, spread_evenly
 from pavi.errors import SettingError
-from pavi.sources import take
+from pavi.sources import take, take_each
 from pavi.template import Site, Template
 
 # Starts of a model that looks like a mixture, where the caller does not say.
 USUAL_STARTS = 4
-# Steps for which all latents outside of plates are held, then those that were started, then none; the last are scored.
-HELD_STEPS, STARTED_STEPS, TRIAL_STEPS, SCORED_STEPS = 200, 100, 100, 50
+# Steps for which started latents are held, then let go; the last are scored.
+HELD_STEPS, TRIAL_STEPS, SCORED_STEPS = 100, 200, 50
 # What the rate of a latent that was started somewhere is multiplied by once it is not held.
 STARTED_PACE = 0.1
 # Observed elements that are clustered, and of these how many make a mean.
@@ -42,6 +44,8 @@ MOST_AVERAGED = 64
 CLUSTER_ROUNDS, CLUSTER_GAIN = 300, 1e-5
 # Mixtures have many optima as well: so many are fitted to some of the elements, and the best to all.
 CLUSTER_TRIES, CLUSTER_TRIED, CLUSTER_TRY_GAIN = 10, 10_000, 1e-4
+# How well clusters tell a spread, as a share of it; and at how many members a latent is tried as their spread.
+SPREAD_KNOWN, SPREAD_TRIED = 0.1, 256
 
 
 class Start(NamedTuple):
@@ -104,32 +108,97 @@ def unconstrain(study: Study, arguments: Any, init: Mapping[str, Any], data: Map
     return values
 
 
-def other_start(template: Template, data: Mapping[str, Any], draws: Mapping[str, Array], number: int) -> dict[str, Start]:
+def other_start(
+    study: Study, arguments: Any, data: Mapping[str, Any], draws: Mapping[str, Array], number: int
+) -> dict[str, Start]:
     """Where latents outside of plates start, for the `number`-th start after the first.
 
     Args:
         draws: draws of every latent from the prior, one axis in front.
     """
-    clustered = components(template)
+    clustered = components(study.template)
+    if not clustered:
+        return {site.name: Start(np.asarray(draws[site.name][number])) for site in study.template.latents if not site.level}
     values: dict[str, Start] = {}
-    for site in template.latents:
-        if site.name in clustered:
-            observed = template.site(clustered[site.name])
-            # Where there are fewer means than components, elements; where even these are too few, no start.
-            for way in (number, 1):
-                points = _points(observed, data[observed.name], site, way)
-                if len(points) >= site.member_shape[0]:
-                    values[site.name] = _clusters(site, points, number)
-                    break
-        elif not site.level and not clustered:
-            values[site.name] = Start(np.asarray(draws[site.name][number]))
-    return values
+    spreads: dict[int, np.ndarray] = {}
+    for name, observed in clustered.items():
+        site = study.template.site(name)
+        # Where there are fewer means than components, elements; where even these are too few, no start.
+        for way in (number, 1):
+            points, vectors = _points(study.template.site(observed), data[observed], site, way)
+            if len(points) >= site.member_shape[0]:
+                values[name], within = _clusters(site, points, number)
+                if vectors:
+                    spreads[len(within)] = within * np.sqrt(vectors)
+                break
+    return {**values, **_spreads(study, arguments, data, values, spreads)} if values else {}
 
 
-def _points(observed: Site, array: Any, site: Site, number: int) -> np.ndarray:
+def _spreads(
+    study: Study, arguments: Any, data: Mapping[str, Any], values: Mapping[str, Start], spreads: Mapping[int, np.ndarray]
+) -> dict[str, Start]:
+    """The latent, if any, that the spreads of clusters make the data likeliest for, started there."""
+    given = {}
+    for site in study.template.latents:
+        within = spreads.get(site.member_shape[0] if site.member_shape else 0)
+        if not site.level and within is not None and "Positive" in site.support:
+            given[site.name] = np.broadcast_to(within.reshape(-1, *[1] * (len(site.member_shape) - 1)), site.member_shape)
+    if not given:
+        return {}
+    template = study.template
+    members = {plate.name: np.arange(SPREAD_TRIED) * plate.size // SPREAD_TRIED for plate in template.plates}
+    some = {site.name: take_each(data[site.name], [members[plate] for plate in site.level]) for site in template.observed}
+    centers = {name: np.asarray(start.value, np.float32) for name, start in values.items()}
+    found = {
+        name: _try_spread(study, arguments, members, some, centers, given, {other: other == name for other in given})
+        for name in (None, *given)
+    }
+    best = max(found, key=lambda name: np.nan_to_num(float(found[name][0]), nan=-np.inf))
+    return {} if best is None else {best: Start(np.asarray(found[best][1][best]), SPREAD_KNOWN)}
+
+
+@quick_jit(static_argnums=(0,))
+def _try_spread(
+    study: Study,
+    arguments: Any,
+    members: dict[str, Array],
+    data: dict[str, Array],
+    centers: dict[str, Array],
+    given: dict[str, Array],
+    chosen: dict[str, Array],
+) -> tuple[Array, dict[str, Array]]:
+    """The mean log-likelihood of some members with latents drawn from the prior, but for given ones where chosen; and these
+    in unconstrained space."""
+
+    def sampler(site: Site, prior: Prior, encoding: Any, before: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
+        drawn = draw_prior(site, prior, encoding, before, key)
+        if site.name in centers:
+            value = centers[site.name].reshape(-1)
+        elif site.name in given:
+            wanted = prior.transform.inv(given[site.name].reshape(prior.fn.shape())).reshape(-1)
+            value = jnp.where(chosen[site.name], wanted, drawn.value)
+        else:
+            return drawn
+        return Draw(value, None, value)
+
+    def one(key: PRNGKeyArray, index: dict[str, Array], data: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
+        shown = {
+            name: value.reshape(*[1] * len(study.template.site(name).level), *value.shape) for name, value in data.items()
+        }
+        branch = fixed_branch({plate: number[None] for plate, number in index.items()})
+        found = cascade(study, arguments, sampler, {}, branch, shown, key)
+        likelihood = sum(found.log_p[site.name].sum() for site in study.template.observed)
+        return likelihood, {name: found.unconstrained[name].reshape(-1) for name in given}
+
+    likelihoods, found = jax.vmap(one)(jax.random.split(jax.random.key(0), SPREAD_TRIED), members, data)
+    return likelihoods.mean(), jax.tree.map(lambda values: values[0], found)
+
+
+def _points(observed: Site, array: Any, site: Site, number: int) -> tuple[np.ndarray, int]:
     """What is clustered in a start: observed elements, and in every other start their means over a plate.
 
-    Elements may be too noisy to cluster, and means too mixed. Several vectors of one element are averaged.
+    Elements may be too noisy to cluster, and means too mixed. Several vectors of one element are averaged: so many, or none
+    where means over a plate say nothing about spreads.
     """
     plates, tail = len(observed.level), len(site.member_shape) - 1
     averaged = (number // 2 - 1) % plates if number % 2 == 0 and plates > 1 else None
@@ -140,11 +209,12 @@ def _points(observed: Site, array: Any, site: Site, number: int) -> np.ndarray:
         index[averaged] = spread_evenly((array.shape[averaged],), MOST_AVERAGED)[0]
     values = np.asarray(take(array, tuple(index[axis] for axis in range(plates))), np.float64)
     over = tuple(range(plates, values.ndim - tail)) + (() if averaged is None else (averaged,))
-    return values.mean(over).reshape(-1, math.prod(site.member_shape[1:]))
+    vectors = math.prod(values.shape[plates : values.ndim - tail]) if averaged is None else 0
+    return values.mean(over).reshape(-1, math.prod(site.member_shape[1:])), vectors
 
 
-def _clusters(site: Site, points: np.ndarray, seed: int) -> Start:
-    """Centers of clusters, on the scale of the differences between them.
+def _clusters(site: Site, points: np.ndarray, seed: int) -> tuple[Start, np.ndarray]:
+    """Centers of clusters, on the scale of the differences between them, and the standard deviations within.
 
     A mixture of round normals is fitted along the leading principal components, as many as there are components: noise in
     all the other directions would drown the clusters.
@@ -166,7 +236,7 @@ def _clusters(site: Site, points: np.ndarray, seed: int) -> Start:
         precisions_init=tried.precisions_,
     )
     centers = middle + mixture.fit(shown).means_ @ leading.T
-    return Start(centers.reshape(-1), float(centers.std(0).mean()) or np.inf)
+    return Start(centers.reshape(-1), float(centers.std(0).mean()) or np.inf), np.sqrt(mixture.covariances_)
 
 
 def _ends_with(observed: Site, tail: tuple[int, ...]) -> bool:

@@ -91,8 +91,8 @@ class Inputs(NamedTuple):
     units: Units
     paces: Float[Array | np.ndarray, " weights"] | float = 1.0
     """What the rates of the shared weights are multiplied by, each: zero holds a weight."""
-    outside_pace: Float[Array, ""] | float = 1.0
-    """What the rate of the rows outside of plates is multiplied by."""
+    row_paces: Mapping[Level, Any] = MappingProxyType({})
+    """What the rates of a level's rows are multiplied by."""
 
 
 class State(NamedTuple):
@@ -272,7 +272,7 @@ def step(
     new_rows, new_row_states = {}, {}
     for level, old in rows.items():
         row_updates, row_state = row_ops.update(problem.row_optimizer, row_grads[level], row_states[level], old)
-        row_rate = rate if level else rate * inputs.outside_pace
+        row_rate = rate * inputs.row_paces[level] if level in inputs.row_paces else rate
         new_rows[level] = row_ops.scatter(state.weights.rows[level], index[level], kept(old + row_rate * row_updates, old))
         row_state = kept(row_state, row_states[level])
         new_row_states[level] = row_ops.scatter(state.row_optimizer[level], index[level], row_state)

@@ -31,7 +31,6 @@ from pavi.starting import (
     HELD_STEPS,
     SCORED_STEPS,
     STARTED_PACE,
-    STARTED_STEPS,
     TRIAL_STEPS,
     Start,
     other_start,
@@ -87,7 +86,8 @@ def prepare(
         compiling = pool.submit(draws_of_prior.lower(problem.study, arguments, data, seed, {}).compile)
         state = init(problem, observations.everything, seed)
         paces = np.ones(state.weights.shared.shape, state.weights.shared.dtype)
-        inputs = Inputs(arguments, observations.arrays, Units(zeros, zeros, zeros) | measured, paces, np.float32(1.0))
+        row_paces = dict.fromkeys(state.weights.rows, np.float32(1.0))
+        inputs = Inputs(arguments, observations.arrays, Units(zeros, zeros, zeros) | measured, paces, row_paces)
         if not observations.stored and not problem.hosted and problem.shards is None:
             chunk_runner(quick).lower(problem, inputs, state, np.zeros(LONGEST_CHUNK, np.float32), np.int32(0))
         compiling.result()
@@ -127,7 +127,7 @@ def best_start(
         run: runs a chunk of steps.
         fixed: values that the caller chose, which every start shares.
     """
-    early = schedule.pace * early_rates(np.arange(HELD_STEPS + STARTED_STEPS + TRIAL_STEPS))
+    early = schedule.pace * early_rates(np.arange(HELD_STEPS + TRIAL_STEPS))
     data = {} if observations.stored else observations.arrays
     draws = draws_of_prior(problem.study, inputs.arguments, data, seed, {})
     scores: list[float] = []
@@ -145,7 +145,8 @@ def best_start(
     with warnings.catch_warnings(), ThreadPoolExecutor(1) as pool:
         warnings.simplefilter("ignore", ConvergenceWarning)
         finding = [
-            pool.submit(other_start, problem.template, observations.everything, draws, number) for number in range(1, starts)
+            pool.submit(other_start, problem.study, inputs.arguments, observations.everything, draws, number)
+            for number in range(1, starts)
         ]
         for number in tqdm(range(starts), disable=not progress_bar, desc="starts", leave=False, dynamic_ncols=True):
             tried, values = inputs, fixed
@@ -154,12 +155,10 @@ def best_start(
                 tried = inputs._replace(units=started_units(problem, inputs, data, seed, values))
                 weights_of.append(0 if values else number)
                 state = init(problem, observations.everything, seed, weights_of[-1])
-            # Let go at once, a latent is torn away by flows that start at random, and spreads widen to cover what it misses.
-            outside = [site.name for site in problem.template.latents if values and not site.level]
-            state, _ = trial(state, _held(problem, tried, {*values, *outside}), 0, HELD_STEPS)
-            state, _ = trial(state, _held(problem, tried, values), HELD_STEPS, STARTED_STEPS)
+            # Let go at once, a latent is torn away by the flows of members, which start at random.
+            state, _ = trial(state, _held(problem, tried, values), 0, HELD_STEPS)
             tried = _paced(problem, tried, values, STARTED_PACE)
-            state, elbos = trial(state, tried, HELD_STEPS + STARTED_STEPS, TRIAL_STEPS)
+            state, elbos = trial(state, tried, HELD_STEPS, TRIAL_STEPS)
             last = elbos[-SCORED_STEPS:].astype(np.float64)
             scores.append(float(np.where(np.isfinite(last), last, -np.inf).mean()))
             # Members' rows start over from the data: to keep them of several starts would take as much memory again.
@@ -174,8 +173,10 @@ def best_start(
 
 
 def _held(problem: Problem, inputs: Inputs, names: Iterable[str]) -> Inputs:
-    """Inputs that hold some sites: their flows, and the encoding that latents outside of plates share."""
-    return _paced(problem, inputs, names, 0.0)._replace(outside_pace=np.float32(0.0 if names else 1.0))
+    """Inputs that hold some sites: their flows, and the rows of their levels, which other sites may share."""
+    levels = {problem.template.site(name).level for name in names}
+    paces = {level: np.float32(level not in levels) for level in inputs.row_paces}
+    return _paced(problem, inputs, names, 0.0)._replace(row_paces=paces)
 
 
 def _paced(problem: Problem, inputs: Inputs, names: Iterable[str], pace: float) -> Inputs:
