@@ -29,7 +29,7 @@ from pavi.cascade import Study, cascade, draw_prior
 from pavi.compiling import quick_jit
 from pavi.elbo import weigh
 from pavi.errors import LoadError, ModelError, SettingError
-from pavi.families import PAVI, Glimpse, Units, Weights
+from pavi.families import PAVI, CascadingFlows, Glimpse, Joint, Units, Weights
 from pavi.fitting import Setting, refine
 from pavi.posterior import Posterior, seed_of
 from pavi.reading import check_batch, read_saved_template, read_study, split_arguments, with_encoder
@@ -52,7 +52,7 @@ class Simulations:
 
     study: Study
     sizes: tuple[tuple[str, int], ...]
-    family: PAVI
+    family: PAVI | CascadingFlows
     objective: str
     num_datasets: int | None
     num_particles: int
@@ -84,11 +84,12 @@ class Simulations:
     def value(self, inputs: Inputs, shared: Array, key: PRNGKeyArray, noise: PRNGKeyArray) -> Float[Array, ""]:
         """The objective of one simulated study, per latent number."""
         template = self.study.template
-        branch, latents, data = simulate(self.study, dict(self.sizes), inputs.arguments, key)
+        varied = not self.family.whole_plates
+        branch, latents, data = simulate(self.study, dict(self.sizes), inputs.arguments, key, varied)
         weights = Weights(shared, {}, {})
         encodings, _ = self.family.encode(weights, inputs.units, Glimpse(self.study, inputs.arguments, branch, data))
         count = sum(site.size * branch.weigh(site.level, jnp.ones(template.sizes(site.level))) for site in template.latents)
-        if self.objective == "forward":
+        if self.objective == "forward" and isinstance(self.family, PAVI):
             sampler = self.family.scorer(template, inputs.units, shared)
             truths = {
                 level: (rows, {site.name: latents[site.name] for site in template.latents if site.level == level})
@@ -100,7 +101,10 @@ class Simulations:
         sampler = self.family.sampler(template, inputs.units, shared)
 
         def particle(key: PRNGKeyArray) -> Float[Array, ""]:
-            found = cascade(self.study, inputs.arguments, sampler, encodings, branch, data, key)
+            shown = encodings
+            if isinstance(self.family, Joint):
+                shown = self.family.together(template, inputs.units, shared, encodings, key, training=True)
+            found = cascade(self.study, inputs.arguments, sampler, shown, branch, data, key)
             return weigh(template, branch, found) / count
 
         return jax.vmap(particle)(jax.random.split(noise, self.num_particles)).mean()
@@ -112,9 +116,9 @@ def simulation_key(key: PRNGKeyArray, number: Int[Array, ""]) -> PRNGKeyArray:
 
 
 def simulate(
-    study: Study, sizes: Mapping[str, int], arguments: Any, key: PRNGKeyArray
+    study: Study, sizes: Mapping[str, int], arguments: Any, key: PRNGKeyArray, varied: bool
 ) -> tuple[Branch, dict[str, Array], dict[str, Array]]:
-    """Draws a study of random size from the prior: its branch, unconstrained latents and data.
+    """Draws a study, of random size if `varied`, from the prior: its branch, unconstrained latents and data.
 
     Args:
         study: its template's plate sizes are the largest to draw.
@@ -124,7 +128,8 @@ def simulate(
     indices, mask = {}, {}
     for k, plate in enumerate(study.template.plates):
         indices[plate.name] = distinct(jax.random.fold_in(branch_key, k), sizes[plate.name], plate.size)
-        mask[plate.name] = jnp.arange(plate.size) < _random_size(jax.random.fold_in(size_key, k), plate.size)
+        size = _random_size(jax.random.fold_in(size_key, k), plate.size) if varied else plate.size
+        mask[plate.name] = jnp.arange(plate.size) < size
     branch = Branch(indices, {plate: jnp.ones(len(index)) for plate, index in indices.items()}, mask)
     found = cascade(study, arguments, draw_prior, {}, branch, {}, key, predict=True)
     return branch, found.unconstrained, {site.name: found.values[site.name] for site in study.template.observed}
@@ -149,7 +154,7 @@ class Amortized:
         self,
         study: Study,
         arguments: Any,
-        family: PAVI,
+        family: PAVI | CascadingFlows,
         shared: Array,
         units: Units,
         history: Mapping[str, np.ndarray],
@@ -204,12 +209,21 @@ class Amortized:
             raise ModelError(
                 f"With these arguments the model is\n{study.template}\nbut the posterior was amortized for\n{self._template}"
             )
-        weights = Weights(self._shared, self._family.encodings.init(study.template, observations.arrays), {})
-        reading = self._family.settle(study, arguments, observations.arrays, self._units, weights)
+        family = self._family
+        if isinstance(family, CascadingFlows) and {plate.name: plate.size for plate in study.template.plates} != self._sizes:
+            raise SettingError(
+                f"CascadingFlows has a flow for each member: expected plates of {self._sizes}, as it was trained with. "
+                "Amortize again for these data, or use pavi.PAVI(encodings=pavi.SetEncoder()), which takes any size."
+            )
+        rows = family.encodings.init(study.template, observations.arrays) if isinstance(family, PAVI) else {}
+        weights = Weights(self._shared, rows, {})
+        reading = family.settle(study, arguments, observations.arrays, self._units, weights)
         if refine_steps is None:
             return Posterior(study, *reading, self._units, arguments, observations)
-        family, start = reading if free else (self._family, weights)
-        setting = Setting(family, None, refine_steps, 8, None, seed_of(rng_key), progress_bar, time.perf_counter())
+        if isinstance(family, CascadingFlows):
+            raise SettingError("infer(refine_steps=...): expected a family with encodings. Use pavi.fit for CascadingFlows.")
+        chosen, start = reading if free else (family, weights)
+        setting = Setting(chosen, None, refine_steps, 8, None, seed_of(rng_key), progress_bar, time.perf_counter())
         return refine(study, arguments, observations, start, self._units, setting)
 
     @property
@@ -243,7 +257,7 @@ def amortize(
     *,
     model_args: tuple = (),
     model_kwargs: Mapping[str, Any] | None = None,
-    family: PAVI | None = None,
+    family: PAVI | CascadingFlows | None = None,
     batch: Mapping[str, int] | None = None,
     steps: int | None = None,
     num_datasets: int | None = 20_000,
@@ -259,7 +273,8 @@ def amortize(
         observed: the sites that will be given as data.
         model_args: passed to the model. Plate sizes need not be those of the data to come.
         model_kwargs: passed to the model.
-        family: `pavi.PAVI(encodings=pavi.SetEncoder(...), ...)`; by default with default settings.
+        family: `pavi.PAVI(encodings=pavi.SetEncoder(...), ...)`; by default with default settings. Of the baselines, `ADAVI`
+            and `CascadingFlows(sample_amortized=True)`, which are trained on studies of full size.
         batch: most members per plate of a simulated study; by default at most 20.
         steps: training steps; 4,000 by default.
         num_datasets: size of the fixed set of studies; None for fresh ones in every step.
@@ -280,15 +295,18 @@ def amortize(
         True
     """
     started = time.perf_counter()
-    family = with_encoder(family, "amortize")
+    if not isinstance(family, CascadingFlows) or not family.sample_amortized:
+        family = with_encoder(family, "amortize")
+    elif objective == "forward":
+        raise SettingError("amortize(objective='forward'): CascadingFlows has no density of given values. Use 'reverse'.")
     if objective not in ("reverse", "forward"):
         raise SettingError(f"amortize(objective={objective!r}): expected 'reverse' or 'forward'.")
     if num_datasets is not None and num_datasets < 1:
         raise SettingError(f"amortize(num_datasets={num_datasets}): expected at least 1, or None for fresh studies.")
     full = read_template(model, list(observed), model_args=model_args, model_kwargs=model_kwargs)
-    check_batch(full, batch)
+    batch = check_batch(full, batch, family)
     sizes = {plate.name: plate.size for plate in full.plates}
-    chosen = {plate: min(size, USUAL_BATCH) for plate, size in sizes.items()} | dict(batch or {})
+    chosen = {plate: min(size, USUAL_BATCH) for plate, size in sizes.items()} | batch
     template = full.resized(chosen)
     static, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
     whole, study = Study(model, full, static), Study(model, template, static)
@@ -298,7 +316,7 @@ def amortize(
     weights = family.init(template, np.random.default_rng(seed), {}, frozenset(sizes))
     state = first_state(optimizer, optimizer, weights._replace(rows={}), seed)
     units = prior_units(whole, arguments, {}, seed) | family.measure(
-        template, _measured(study, tuple(sizes.items()), arguments, seed), arguments
+        template, _measured(study, tuple(sizes.items()), arguments, seed, not family.whole_plates), arguments
     )
     # The forward KL starts steep: values far off the first guess. High rates would throw it away.
     early = objective == "reverse"
@@ -309,11 +327,13 @@ def amortize(
     return Amortized(whole, arguments, family, shared, units, trained.history, chosen, trained.stop)
 
 
-@quick_jit(static_argnums=(0, 1))
-def _measured(study: Study, sizes: tuple[tuple[str, int], ...], arguments: Any, seed: Array) -> dict[str, Array]:
+@quick_jit(static_argnums=(0, 1, 4))
+def _measured(
+    study: Study, sizes: tuple[tuple[str, int], ...], arguments: Any, seed: Array, varied: bool
+) -> dict[str, Array]:
     """Data of some simulated studies, to read their scale off."""
     keys = jax.random.split(jax.random.wrap_key_data(seed), MEASURED_STUDIES)
-    return jax.vmap(lambda key: simulate(study, dict(sizes), arguments, key)[2])(keys)
+    return jax.vmap(lambda key: simulate(study, dict(sizes), arguments, key, varied)[2])(keys)
 
 
 def load_amortized(path: str | os.PathLike, saved: dict, model: Callable) -> Amortized:

@@ -87,9 +87,9 @@ def fit(
     study, arguments, supports = read_model(model, data, model_args, model_kwargs)
     template = study.template
     check_counts(steps, num_particles, starts)
-    check_batch(template, batch)
-    check_runs(template, runs)
     family = PAVI() if family is None else family
+    batch = check_batch(template, batch, family)
+    check_runs(template, runs)
     memory = device_memory() * number_of(devices)
     planned = make_plan(template, arguments, data, family, batch, num_particles, memory, placement)
     observations = observe(template, data, supports, on_host=planned.data_place is Place.HOST)

@@ -1,5 +1,5 @@
 """The families PAVI is compared with, for use as `pavi.fit(..., family=...)`."""
 
-from pavi.families import ASVI, MeanField, UnamortizedFlows
+from pavi.families import ADAVI, ASVI, UIVI, CascadingFlows, MeanField, UnamortizedFlows
 
-__all__ = ["ASVI", "MeanField", "UnamortizedFlows"]
+__all__ = ["ADAVI", "ASVI", "UIVI", "CascadingFlows", "MeanField", "UnamortizedFlows"]

@@ -136,7 +136,7 @@ def bias_check(
         plate.name: min(sizes[plate.name], math.ceil(sizes[plate.name] * max(SHARE, usual[plate.name] / plate.size)))
         for plate in full.plates
     } | dict(batch or {})
-    check_batch(small, chosen)
+    check_batch(small, chosen, family)
     static, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
     study = Study(model, small, static)
     families: dict[str, Family] = {"free": dataclasses.replace(family, encodings=FreeEncodings()), "encoder": family}

@@ -17,7 +17,7 @@ def reduced_elbo(
     study: Study,
     arrays: Any,
     sampler: Sampler,
-    encodings: Mapping[Level, Array],
+    encodings: Mapping[Level, Any],
     branch: Branch,
     data: Mapping[str, Array],
     key: PRNGKeyArray,

@@ -11,7 +11,7 @@ from pavi import rows as row_ops
 from pavi.branch import Branch
 from pavi.cascade import Pass, Study, cascade
 from pavi.compiling import quick_jit
-from pavi.families import Family
+from pavi.families import Family, Joint
 
 
 def draw_values(
@@ -81,8 +81,11 @@ def _pass(
     weights, units, arguments, arrays, stored, hosted = inputs
     template = study.template
     branch = Branch(indices, {plate: jnp.ones(len(index)) for plate, index in indices.items()}, counts)
-    encodings = {level: row_ops.gather(rows, branch.at(level)) for level, rows in weights.rows.items()} | hosted
     sliced = {**observed_data.at_branch(template, arrays, branch, frozenset()), **stored}
     sampler = family.sampler(template, units, weights.shared)
     key = jax.random.fold_in(jax.random.wrap_key_data(seed), number)
+    rows = weights.rows
+    if isinstance(family, Joint):
+        rows = family.together(template, units, weights.shared, rows, key, training=False)
+    encodings = {level: row_ops.gather(array, branch.at(level)) for level, array in rows.items()} | hosted
     return cascade(study, arguments, sampler, encodings, branch, sliced, key, predict=predict), branch

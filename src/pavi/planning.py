@@ -145,9 +145,10 @@ def plan(
     """
     names = [str(name) for name in data]
     template, _ = trace(model, names, tuple(model_args), model_kwargs)
-    check_batch(template, batch)
+    family = family or PAVI()
+    batch = check_batch(template, batch, family)
     _, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
-    return make_plan(template, arguments, data, family or PAVI(), batch, num_particles, memory, placement)
+    return make_plan(template, arguments, data, family, batch, num_particles, memory, placement)
 
 
 def make_plan(

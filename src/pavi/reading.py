@@ -89,14 +89,20 @@ def check_counts(steps: int | None, num_particles: int, starts: int | None) -> N
         raise SettingError(f"starts={starts}: expected at least 1, or None to leave it to the model.")
 
 
-def check_batch(template: Template, batch: Mapping[str, int] | None) -> None:
-    """Refuses members per step that the plates do not have."""
+def check_batch(template: Template, batch: Mapping[str, int] | None, family: Family) -> dict[str, int]:
+    """Members per step by plate as asked for, or all of them for a family that needs all. Refuses what cannot be."""
     sizes = {plate.name: plate.size for plate in template.plates}
     for plate, count in (batch or {}).items():
         if plate not in sizes:
             raise SettingError(f"batch names the plate {plate!r}, which the model does not have. Its plates: {list(sizes)}.")
         if not 1 <= count <= sizes[plate]:
             raise SettingError(f"batch[{plate!r}] = {count}: expected from 1 to the plate's size, {sizes[plate]}.")
+        if family.whole_plates and count < sizes[plate]:
+            raise SettingError(
+                f"batch[{plate!r}] = {count}: {type(family).__name__} needs all {sizes[plate]} members of the plate in "
+                "every step. Leave out `batch`, or use pavi.PAVI()."
+            )
+    return sizes if family.whole_plates else dict(batch or {})
 
 
 def check_runs(template: Template, runs: Mapping[str, int] | None) -> None:

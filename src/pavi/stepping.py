@@ -26,7 +26,7 @@ from pavi.branch import Branch, draw_branch, fixed_branch
 from pavi.cascade import Draw, Prior, Study, cascade, draw_prior
 from pavi.compiling import quick_jit
 from pavi.elbo import reduced_elbo
-from pavi.families import Family, Glimpse, Units, Weights
+from pavi.families import Family, Glimpse, Joint, Units, Weights
 from pavi.sources import Stored
 from pavi.template import Level, Site, Template
 
@@ -91,7 +91,7 @@ class Inputs(NamedTuple):
     units: Units
     paces: Float[Array | np.ndarray, " weights"] | float = 1.0
     """What the rates of the shared weights are multiplied by, each: zero holds a weight."""
-    row_paces: Mapping[Level, Any] = MappingProxyType({})
+    row_paces: dict[Level, Any] = {}  # noqa: RUF012 (of a tuple)
     """What the rates of a level's rows are multiplied by."""
 
 
@@ -251,7 +251,10 @@ def step(
         sampler = problem.family.sampler(template, inputs.units, shared)
 
         def particle(key: PRNGKeyArray) -> Float[Array, ""]:
-            return reduced_elbo(problem.study, inputs.arguments, sampler, encodings, branch, sliced, key, problem.share)
+            shown = encodings
+            if isinstance(problem.family, Joint):  # whole plates: all members are here
+                shown = problem.family.together(template, inputs.units, shared, encodings, key, training=True)
+            return reduced_elbo(problem.study, inputs.arguments, sampler, shown, branch, sliced, key, problem.share)
 
         return -jax.vmap(particle)(jax.random.split(noise_key, problem.num_particles)).mean(), new_memory
 

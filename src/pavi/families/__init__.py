@@ -1,9 +1,26 @@
 """Variational families: ways to build q for a template."""
 
+from pavi.families.adavi import ADAVI
 from pavi.families.asvi import ASVI
-from pavi.families.base import Family, Glimpse, Reading, Units, Weights
+from pavi.families.base import Family, Glimpse, Joint, Reading, Units, Weights
+from pavi.families.cascading import CascadingFlows
+from pavi.families.implicit import UIVI
 from pavi.families.mean_field import MeanField
 from pavi.families.pavi import PAVI
 from pavi.families.unamortized import UnamortizedFlows
 
-__all__ = ["ASVI", "PAVI", "Family", "Glimpse", "MeanField", "Reading", "UnamortizedFlows", "Units", "Weights"]
+__all__ = [
+    "ADAVI",
+    "ASVI",
+    "PAVI",
+    "UIVI",
+    "CascadingFlows",
+    "Family",
+    "Glimpse",
+    "Joint",
+    "MeanField",
+    "Reading",
+    "UnamortizedFlows",
+    "Units",
+    "Weights",
+]

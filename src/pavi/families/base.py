@@ -71,6 +71,8 @@ class Family(Protocol):
 
     row_rate: ClassVar[float]
     """Learning rate of the rows, relative to that of the shared weights."""
+    whole_plates: ClassVar[bool]
+    """Whether every step must take all members of every plate."""
 
     def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]) -> Weights:
         """Starting weights for the full study, which may look at its data (plate axes in front).
@@ -110,6 +112,23 @@ class Family(Protocol):
         ...
 
 
+@runtime_checkable
+class Joint(Protocol):
+    """A family whose members cannot be drawn one by one: some of their randomness is drawn for all of them together."""
+
+    def together(
+        self,
+        template: Template,
+        units: Units,
+        shared: Array,
+        encodings: Mapping[Level, Any],
+        key: PRNGKeyArray,
+        training: bool,
+    ) -> Mapping[Level, Any]:
+        """What the sampler is given in place of the encodings: for all members of the study, in one draw."""
+        ...
+
+
 class Reading(NamedTuple):
     """A family and its weights, ready to be read for any slice."""
 
@@ -144,7 +163,7 @@ def draw_through(
     key: PRNGKeyArray,
 ) -> Draw:
     """Draws from the conditional prior and pushes the draw through a flow, in the prior's units (`eq:q_full`)."""
-    scale = _Scale.of(units, site)
+    scale = Scale.of(units, site)
     center = _center(bijection, encoding, units, shown, site, given)
     condition = _condition(units, shown, site, given)
     if isinstance(flow, PointMass):
@@ -173,14 +192,14 @@ def score_through(
     value: Array,
 ) -> Draw:
     """A given value with its log-density under the prior pushed through a flow."""
-    scale = _Scale.of(units, site)
+    scale = Scale.of(units, site)
     condition = jnp.concatenate([encoding, _condition(units, shown, site, given)])
     base, log_det = bijection.inverse_and_log_det((value - scale.center) / scale.spread, condition)
     center = _center(bijection, encoding, units, shown, site, given)
     return Draw(value, prior.log_prob(scale.prior_value(base)) + log_det - scale.log_det, center)
 
 
-class _Scale(NamedTuple):
+class Scale(NamedTuple):
     """The units of one site: those of prior draws, which go into its flow, and those of values, which come out."""
 
     center: Array
@@ -188,7 +207,7 @@ class _Scale(NamedTuple):
     prior_spread: Array
 
     @classmethod
-    def of(cls, units: Units, site: Site) -> _Scale:
+    def of(cls, units: Units, site: Site) -> Scale:
         spread = units.spread[site.name]
         return cls(units.center[site.name], spread, (units.prior_spread or {}).get(site.name, spread))
 
@@ -224,7 +243,7 @@ def _center(
     """Where a flow puts the prior's center, given the centers of what it is given."""
     centered = _condition(units, shown, site, {name: draw._replace(value=draw.center) for name, draw in given.items()})
     value, _ = bijection.transform_and_log_det(jnp.zeros(site.size), jnp.concatenate([encoding, centered]))
-    return _Scale.of(units, site).value(value)
+    return Scale.of(units, site).value(value)
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from pavi.cascade import Draw, Prior, Sampler, Study
+from pavi.cascade import Draw, Prior, Sampler
 from pavi.encodings import FreeEncodings
-from pavi.families.base import Glimpse, Reading, Units, Weights
+from pavi.families.base import Units, Weights
+from pavi.families.rowed import Rowed
 from pavi.flows import Conditioner
 from pavi.packing import Skeleton, pack, skeleton_of
 from pavi.template import Level, Site, Template
@@ -29,7 +30,7 @@ HIDDEN = (32, 32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Parametric:
+class Parametric(Rowed):
     """A family in which a latent's distribution is made of a vector of parameters.
 
     Args:
@@ -81,20 +82,6 @@ class Parametric:
             site.name: slice(int(end) - size, int(end))
             for site, end, size in zip(template.latents, ends, sizes, strict=True)
         }
-
-    def measure(self, template: Template, data: Mapping[str, Any], arguments: Any) -> Units:
-        return Units({}, {})
-
-    def encode(self, weights: Weights, units: Units, glimpse: Glimpse) -> tuple[Mapping[Level, Any], Mapping]:
-        return weights.rows, {}
-
-    def extend(
-        self, weights: Weights, kept: Mapping[str, np.ndarray], template: Template, data: Mapping[str, Any]
-    ) -> Weights:
-        return Weights(weights.shared, FreeEncodings().extend(weights.rows, kept, template, data), {})
-
-    def settle(self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, weights: Weights) -> Reading:
-        return Reading(self, weights)
 
     def sampler(self, template: Template, units: Units, shared: Array) -> Sampler:
         parts = self.parts(template)

@@ -57,6 +57,7 @@ class PAVI:
     show_centers: bool | None = None
 
     row_rate: ClassVar[float] = 4.0
+    whole_plates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         flows = self.flow.values() if isinstance(self.flow, Mapping) else [self.flow]

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from pavi.cascade import Draw, Prior, Sampler, Study
-from pavi.encodings import FreeEncodings
-from pavi.families.base import Glimpse, Layout, Reading, Shown, Units, Weights, check_flow, draw_through, given_size
+from pavi.cascade import Draw, Prior, Sampler
+from pavi.families.base import Layout, Shown, Units, Weights, check_flow, draw_through, given_size
+from pavi.families.rowed import Rowed
 from pavi.flows import MAF, Flow
 from pavi.template import Level, Site, Template
 
 
 @dataclasses.dataclass(frozen=True)
-class UnamortizedFlows:
+class UnamortizedFlows(Rowed):
     """One full flow per member: stochastic variational inference without plate amortization.
 
     A member's row holds all weights of its flows, so they move only in the steps that draw the member. Everything
@@ -67,21 +67,6 @@ class UnamortizedFlows:
 
     def parts(self, template: Template) -> Mapping[str, slice]:
         return {}
-
-    def measure(self, template: Template, data: Mapping[str, Any], arguments: Any) -> Units:
-        return Units({}, {})
-
-    def encode(self, weights: Weights, units: Units, glimpse: Glimpse) -> tuple[Mapping[Level, Any], Mapping]:
-        return weights.rows, {}
-
-    def extend(
-        self, weights: Weights, kept: Mapping[str, np.ndarray], template: Template, data: Mapping[str, Any]
-    ) -> Weights:
-        rows = FreeEncodings().extend(weights.rows, kept, template, data)
-        return Weights(weights.shared, rows, {})
-
-    def settle(self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, weights: Weights) -> Reading:
-        return Reading(self, weights)
 
     def sampler(self, template: Template, units: Units, shared: Array) -> Sampler:
         del shared
