@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import pavi
 from gre import DIM, REGIMES
-from models import gre, gre_evidence, gre_truth, simulate_gre
+from pavi.experiments.problems import gre, gre_evidence, gre_truth, simulate_gre
 
 DRAWS, BINS = 99, 10
 

@@ -18,8 +18,8 @@ from tqdm import tqdm
 import pavi
 from figures import save_axes
 from gre import REGIMES
-from models import gre, gre_evidence, simulate_gre
-from running import elbos
+from pavi.experiments.problems import gre, gre_evidence, simulate_gre
+from pavi.experiments.stepwise import elbos
 
 DIM, GROUPS, BATCH = 8, 100, 2
 FRACTION = 0.01

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import pavi
 from gre import DIM, REGIMES
-from models import gre, gre_evidence, simulate_gre
+from pavi.experiments.problems import gre, gre_evidence, simulate_gre
 
 CELLS = [(regime, groups, batch) for regime in ("informative", "balanced") for groups, batch in ((20, 5), (200, 20))]
 FAMILIES = {"PAVI-F": pavi.PAVI(), "PAVI-E": pavi.PAVI(encodings=pavi.SetEncoder())}

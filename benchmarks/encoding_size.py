@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import pavi
 from figures import save_axes
-from models import gre, gre_evidence, simulate_gre
+from pavi.experiments.problems import gre, gre_evidence, simulate_gre
 
 DIM, GROUPS, BATCH, POINTS, SIGMA_X = 8, 20, 2, 10, 0.3
 SIZES = (2, 4, 6, 8, 12, 16)

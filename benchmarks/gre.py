@@ -22,7 +22,7 @@ from numpyro.infer.autoguide import AutoIAFNormal, AutoMultivariateNormal, AutoN
 from tqdm import tqdm
 
 import pavi
-from models import gre, gre_evidence, simulate_gre
+from pavi.experiments.problems import gre, gre_evidence, simulate_gre
 
 REGIMES = {"informative": (10, 0.3), "balanced": (5, 1.0), "weak": (3, 3.0)}
 GUIDES = {"AutoNormal": AutoNormal, "AutoMultivariateNormal": AutoMultivariateNormal, "AutoIAFNormal": AutoIAFNormal}

@@ -17,7 +17,7 @@ from tqdm import tqdm
 import pavi
 from figures import save_axes
 from gre import DIM, REGIMES
-from models import gre, gre_evidence, simulate_gre
+from pavi.experiments.problems import gre, gre_evidence, simulate_gre
 
 GROUPS = 20
 BATCHES = (1, 2, 4, 8, 16, 20)

@@ -11,7 +11,7 @@ import time
 import jax
 
 import pavi
-from models import gre, simulate_gre
+from pavi.experiments.problems import gre, simulate_gre
 
 
 class Compilations(logging.Handler):

@@ -20,8 +20,8 @@ import numpy as np
 from tqdm import tqdm
 
 import pavi
-from models import gaussian_mixture, gre, gre_evidence, hierarchical_variance, simulate
 from pavi.branch import Branch
+from pavi.experiments.problems import gaussian_mixture, gre, gre_evidence, hierarchical_variance, simulate
 from pavi.families import Glimpse
 
 MODELS: dict[str, tuple[Callable, int, int]] = {

@@ -21,7 +21,7 @@ from numpyro.infer.autoguide import AutoNormal
 from tqdm import tqdm
 
 import pavi
-from running import advance, start
+from pavi.experiments.stepwise import advance, start
 
 BATCH, POINTS = 100, 5
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import pavi
 from gre import DIM, REGIMES
-from models import gre, gre_evidence, simulate_gre
+from pavi.experiments.problems import gre, gre_evidence, simulate_gre
 
 BEFORE, AFTER = 200, 220
 

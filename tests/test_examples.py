@@ -61,7 +61,7 @@ def test_plots():
 
 
 def test_the_benchmarks_exact_evidence():
-    from models import gre, gre_evidence, simulate_gre
+    from pavi.experiments.problems import gre, gre_evidence, simulate_gre
 
     x = simulate_gre(3, 4, 0.7, 2, seed=1)
     exact = gaussian(gre(3, 4, 0.7, 2), {"x": x})

@@ -41,6 +41,8 @@ ORDER = [
     "loading",
     "diagnostics",
     "plots",
+    "experiments",
+    "cli",
 ]
 
 

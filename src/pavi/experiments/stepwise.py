@@ -1,4 +1,4 @@
-"""Training by hand, for benchmarks that look inside a fit: problems, states and ELBOs along the way."""
+"""Training by hand, to look inside a fit: problems, states and ELBOs along the way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pavi.stepping import Inputs, Problem, State, default_optimizers
 from pavi.train import chunk_runner, prepare
 
 
-def start(model: Callable, data: dict, family: Any, batch: dict[str, int], particles: int = 8, seed: int = 0):
+def start(model: Callable, data: dict, family: Any, batch: dict[str, int], particles: int = 8, seed: int = 0) -> tuple:
     """A problem ready to step: (problem, inputs, state, study's observations)."""
     study, arguments, observations = read_study(model, data, (), None)
     problem = Problem(study, family, tuple(batch.items()), particles, *default_optimizers(family.row_rate))

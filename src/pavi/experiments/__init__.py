@@ -1,0 +1,35 @@
+"""Every table and figure of the paper, run again by one command: `pavi reproduce NAME`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pavi.experiments import comparing, curves, sanity
+from pavi.experiments.records import Table
+
+# Data sets and seeds, as in the paper and by default: one laptop has 90 minutes for everything.
+FULL, USUAL = (20, 5), (2, 1)
+SANITY_DATASETS = 4
+
+
+def run(name: str, folder: Path, datasets: int, seeds: int, progress: bool = True) -> None:
+    """Runs one experiment, or what is missing of it, and writes `folder/name.csv`."""
+    path = folder / f"{name}.csv"
+    if name in curves.FIGURES:
+        curves.trace(curves.FIGURES[name](), Table(path, ("method", "dataset")), datasets, progress)
+    elif name == "sanity":
+        sanity.check(Table(path, ("method", "dataset")), folder / "draws", min(datasets, SANITY_DATASETS), progress)
+    else:
+        table = Table(path, ("variant", "method", "dataset", "seed"))
+        for problem in PROBLEMS[name]():
+            comparing.compare(problem, comparing.CHOSEN[name](), table, datasets, seeds, progress)
+
+
+PROBLEMS: dict[str, Callable[[], list[comparing.Problem]]] = {
+    "scaling": lambda: [comparing.scaling(groups) for groups in comparing.GRE_GROUPS],
+    "mixture": lambda: [comparing.mixture()],
+    "variance": lambda: [comparing.variance()],
+    "neuroimaging": lambda: [comparing.neuroimaging()],
+}
+NAMES = (*curves.FIGURES, *PROBLEMS, "sanity")

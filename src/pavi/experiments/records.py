@@ -1,0 +1,66 @@
+"""Tables that an experiment fills row by row: a CSV on disk, so that a run that was cut off goes on where it stopped."""
+
+from __future__ import annotations
+
+import csv
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpyro
+
+Row = dict[str, Any]
+
+
+class Table:
+    """Rows of one experiment, each written as soon as it is known.
+
+    Args:
+        path: of the CSV.
+        keys: columns that tell a row from the others.
+    """
+
+    def __init__(self, path: Path, keys: tuple[str, ...]):
+        self.path, self.keys = path, keys
+        self.rows: list[Row] = read(path) if path.exists() else []
+
+    def has(self, **key: Any) -> bool:
+        """Whether there is a row with these values, compared as text."""
+        return any(all(str(row[name]) == str(value) for name, value in key.items()) for row in self.rows)
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Appends rows, with what they were measured on."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for row in rows:
+            whole = {**row, **machine()}
+            new = not self.path.exists()
+            with self.path.open("a", newline="") as file:
+                writer = csv.DictWriter(file, fieldnames=list(whole))
+                if new:
+                    writer.writeheader()
+                writer.writerow(whole)
+            self.rows.append({name: _parsed(str(value)) for name, value in whole.items()})
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a CSV, with numbers as numbers."""
+    with path.open(newline="") as file:
+        return [{name: _parsed(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def machine() -> Row:
+    """Hardware and versions."""
+    kind = jax.devices()[0].device_kind
+    device = f"{platform.machine()} CPU" if jax.default_backend() == "cpu" else kind
+    return {"device": device, "jax": jax.__version__, "numpyro": numpyro.__version__}
+
+
+def _parsed(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
