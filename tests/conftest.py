@@ -6,8 +6,14 @@ from jaxtyping import install_import_hook
 install_import_hook("pavi", "beartype.beartype")
 
 
+# Files whose tests share a fitted fixture, or what is compiled for it.
+TOGETHER = {"test_amortize", "test_checkpoint", "test_encoder", "test_placement", "test_posterior", "test_streaming"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process runs both schemes of a test of models: they share the exact answer."""
+    """One process runs tests that share what is costly: both schemes of a test of models, and some whole files."""
     for item in items:
         if isinstance(item, pytest.Function) and "scheme" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group(item.originalname))
+        elif item.path.stem in TOGETHER:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

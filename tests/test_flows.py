@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flowjax.bijections import AbstractBijection
 from jax.scipy.stats import norm
 
 import pavi
@@ -155,3 +156,21 @@ def test_point_mass_finds_the_mode():
 def test_settings_that_make_no_sense(make):
     with pytest.raises(pavi.SettingError, match="expected"):
         make()
+
+
+def test_a_narrow_posterior_keeps_its_density():
+    """Ten million times narrower than its distance from zero: the inverse of the flow finds nothing but rounding."""
+
+    class Narrow(AbstractBijection):
+        shape: tuple = (1,)
+        cond_shape: tuple = (0,)
+
+        def transform_and_log_det(self, x, condition=None):
+            return 1e3 + 1e-4 * x, jnp.log(1e-4)
+
+        def inverse_and_log_det(self, y, condition=None):
+            return (y - 1e3) / 1e-4, -jnp.log(1e-4)
+
+    nothing, base = jnp.zeros(0), jnp.array([0.3])
+    _, log_q = push(Narrow(), Path.INVERSE, base, nothing, (nothing, nothing), lambda base: norm.logpdf(base).sum())
+    assert float(log_q) == pytest.approx(float(norm.logpdf(0.3) - jnp.log(1e-4)), abs=1e-4)

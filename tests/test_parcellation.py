@@ -87,3 +87,12 @@ def test_networks_and_labels_are_found():
 def test_bad_settings():
     with pytest.raises(pavi.SettingError, match="relaxed"):
         pavi.models.parcellation(labels="argmax")
+
+
+def test_half_precision_data_are_computed_with_in_full():
+    """Sums of squares in bfloat16 would be off by more than labels differ in."""
+    half = simulate_cohort(6, 2, 8, 16, 3, seed=0).x
+    model = parcellation(6, 2, 8, 16, 3)
+    settings = {"steps": 20, "starts": 1, "family": pavi.PAVI(flow=pavi.Affine()), "progress_bar": False}
+    elbos = [pavi.fit(model, {"x": x}, **settings).elbo(16).mean for x in (half, half.astype("float32"))]
+    assert elbos[0] == pytest.approx(elbos[1], rel=1e-5)

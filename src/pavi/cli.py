@@ -10,7 +10,9 @@ import typer
 from pavi import experiments
 from pavi.experiments import report
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Plate-amortized variational inference.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Plate-amortized variational inference."
+)
 
 
 @app.callback()

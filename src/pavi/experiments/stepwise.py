@@ -42,5 +42,6 @@ def elbos(
     for target in at:
         state = advance(problem, inputs, state, target - taken)
         taken = target
-        posterior = Posterior(problem.study, family, state.weights, inputs.units, inputs.arguments, observations)
+        reading = family.settle(problem.study, inputs.arguments, observations.everything, inputs.units, state.weights)
+        posterior = Posterior(problem.study, *reading, inputs.units, inputs.arguments, observations)
         yield taken, posterior.elbo(samples).mean
