@@ -10,7 +10,7 @@ import pytest
 from numpyro.handlers import seed, trace
 
 import pavi
-from pavi.models import SharedLabel, simulate_cohort
+from pavi.models import SharedLabel, parcellation, simulate_cohort
 
 
 def test_summed_labels_equal_enumeration():
