@@ -16,18 +16,19 @@ from pavi.posterior import Posterior
 
 # Draws that an ELBO is estimated with.
 ELBO_DRAWS = 1000
-# A run has reached its plateau when its ELBO, smoothed, is short of the last by no more than this share of all it gained.
-PLATEAU, SMOOTHED = 0.005, 0.02
+# A run has reached its plateau when its ELBO, smoothed over this share of its steps, is short of its mean over the last fifth
+# by no more than this many nats per latent number, beyond twice the noise of that fifth.
+SMOOTHED, LAST, SHORT = 0.02, 0.2, 0.01
 
 
-def plateau(elbos: np.ndarray, seconds: np.ndarray) -> float:
+def plateau(elbos: np.ndarray, seconds: np.ndarray, latents: int) -> float:
     """Seconds until the ELBO is close to where it ends (paper, `sec:details_arch`, "termination condition")."""
     usable = np.isfinite(elbos)
     elbos, seconds = elbos[usable], seconds[usable]
     width = max(1, int(SMOOTHED * len(elbos)))
     smooth = np.convolve(elbos, np.ones(width) / width, mode="valid")
-    last = smooth[-1]
-    reached = np.flatnonzero(smooth >= last - PLATEAU * abs(last - smooth[0]))
+    end = smooth[-max(1, int(LAST * len(smooth))) :]
+    reached = np.flatnonzero(smooth >= end.mean() - 2 * end.std() - SHORT * latents)
     return float(seconds[width - 1 :][reached[0]]) if len(reached) else float(seconds[-1])
 
 
@@ -40,7 +41,7 @@ def fitted(model: Callable, data: Mapping[str, Any], family: Family, seed: int, 
         "weights": found.num_weights,
         "steps": len(found.history["step"]),
         "seconds": round(seconds, 2),
-        "plateau_seconds": round(plateau(found.history["elbo"], found.history["seconds"]), 2),
+        "plateau_seconds": round(plateau(found.history["elbo"], found.history["seconds"], found.template.num_latents), 2),
     }
     return {**evaluated(found), **row}, found
 
@@ -53,7 +54,8 @@ def trained(model: Callable, observed: str, family: Any, seed: int, **settings: 
         "weights": found.num_weights,
         "steps": len(found.history["step"]),
         "seconds": round(time.perf_counter() - started, 2),
-        "plateau_seconds": round(plateau(found.history["elbo"], found.history["seconds"]), 2),
+        # The objective is per latent number.
+        "plateau_seconds": round(plateau(found.history["elbo"], found.history["seconds"], 1), 2),
     }
     return row, found
 

@@ -48,7 +48,7 @@ def scaling(rows: Sequence[Row], images: Path, folder: Path) -> Lines:
         f"Gaussian random effects, D={GRE_DIM}, {GRE_POINTS} points per group with a standard deviation of {GRE_SIGMA} "
         f"(our choice), groups per step {', '.join(f'{most} of {all_:,}' for all_, most in GRE_GROUPS.items())}. The gap is "
         "to the exact evidence, per latent number; the paper's is to its asymptotic ELBO. Seconds are by the plateau rule, "
-        "ours with compilation; the paper's were measured on a V100.",
+        "first with compilation, then for data sets that follow; the paper's were measured on a V100.",
         "",
         "| groups | method | ELBO | gap per latent | weights | seconds | paper's gap per latent | weights | seconds |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -58,14 +58,14 @@ def scaling(rows: Sequence[Row], images: Path, folder: Path) -> Lines:
         groups = int(variant.split()[0])
         some, latents = _of(rows, variant, method), GRE_DIM * (groups + 1)
         gap = np.mean([row["exact"] - row["elbo"] for row in some]) / latents
-        means[groups, method] = gap, float(some[0]["weights"]), float(np.median([row["plateau_seconds"] for row in some]))
+        means[groups, method] = gap, float(some[0]["weights"]), float(some[0]["plateau_seconds"])
         theirs = paper.SCALING.get(groups, {})
         told = ["", "", ""]
         if method in theirs:
             elbo, weights, seconds = theirs[method]
             told = [f"{(theirs['exact'][0] - elbo) / latents:.3f}", f"{weights:,}", f"{seconds:,.0f}"]
         ours = [f"{np.mean([r['elbo'] for r in some]):,.2f}", f"{gap:.5f}", f"{means[groups, method][1]:,.0f}"]
-        lines.append("| " + " | ".join([f"{groups:,}", method, *ours, f"{means[groups, method][2]:.1f}", *told]) + " |")
+        lines.append("| " + " | ".join([f"{groups:,}", method, *ours, _seconds(some), *told]) + " |")
     with _axes(images / "scaling.svg", 3) as axes:
         for ax, k, title in zip(axes, range(3), ("gap per latent (nats)", "weights", "seconds to the plateau"), strict=True):
             for method in dict.fromkeys(method for _, method in means):
@@ -93,8 +93,7 @@ def comparison(title: str, theirs: Mapping[str, paper.Entry]) -> Section:
             if some:
                 elbos = [row["elbo"] for row in some]
                 below = float(np.mean([best[row["dataset"]] - row["elbo"] for row in some]))
-                seconds = np.median([row["plateau_seconds"] for row in some])
-                cells = [method, f"{np.mean(elbos):,.1f} (± {np.std(elbos):,.1f})", f"{below:,.1f}", f"{seconds:.1f}"]
+                cells = [method, f"{np.mean(elbos):,.1f} (± {np.std(elbos):,.1f})", f"{below:,.1f}", _seconds(some)]
                 cells += [f"{np.mean([row['labels_right'] for row in some]):.3f}"] if labels else []
             entry = theirs.get(method)
             cells += ["", "", ""] if entry is None else [f"{entry[0]:,.0f} (± {entry[1]:,.0f})", f"{top - entry[0]:,.0f}"]
@@ -188,6 +187,13 @@ SECTIONS: Mapping[str, Section] = {
     "variance": comparison("Hierarchical variance (`tab:HV`)", paper.VARIANCE),
     "neuroimaging": comparison("Small neuroimaging model (`tab:HCPL`)", paper.NEUROIMAGING),
 }
+
+
+def _seconds(rows: Sequence[Row]) -> str:
+    """Seconds to the plateau of the first data set, which compiles, and of the others, which do not."""
+    times = [row["plateau_seconds"] for row in rows]
+    later = [time for time in times[1:] if time != times[0]]  # amortized methods are trained once
+    return f"{times[0]:.1f}" + (f", then {np.median(later):.1f}" if later else "")
 
 
 def _pairs(rows: Sequence[Row]) -> list[tuple[str, str]]:
