@@ -16,8 +16,8 @@ from pavi.posterior import Posterior
 
 # Draws that an ELBO is estimated with.
 ELBO_DRAWS = 1000
-# A run has reached its plateau when its ELBO, smoothed over this share of its steps, is short of its mean over the last fifth
-# by no more than this many nats per latent number, beyond twice the noise of that fifth.
+# A run has reached its plateau when its ELBO, smoothed over this share of its steps, is short of its mean over the last
+# fifth by no more than this many nats per latent number, beyond twice the noise of that fifth.
 SMOOTHED, LAST, SHORT = 0.02, 0.2, 0.01
 
 

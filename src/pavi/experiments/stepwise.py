@@ -43,5 +43,5 @@ def elbos(
         state = advance(problem, inputs, state, target - taken)
         taken = target
         reading = family.settle(problem.study, inputs.arguments, observations.everything, inputs.units, state.weights)
-        posterior = Posterior(problem.study, *reading, inputs.units, inputs.arguments, observations)
+        posterior = Posterior(problem.study, reading.family, reading.weights, inputs.units, inputs.arguments, observations)
         yield taken, posterior.elbo(samples).mean
