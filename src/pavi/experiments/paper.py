@@ -34,7 +34,7 @@ SCALING: dict[int, dict[str, tuple[float, int | None, float | None]]] = {
     },
 }
 # tab:GM, tab:HV, tab:HCPL: method -> (ELBO, its standard deviation, seconds); None where the paper has no number.
-Entry = tuple[float, float, float] | None
+Entry = tuple[int, int, int] | None
 MIXTURE: dict[str, Entry] = {
     "CF": (-162, 29, 3_100),
     "ADAVI": (-200, 23, 3_000),
@@ -50,6 +50,7 @@ VARIANCE: dict[str, Entry] = {
 }
 NEUROIMAGING: dict[str, Entry] = {
     "CF": (-1_397_000, 210_000, 3_200),
+    "ADAVI": None,
     "UIVI": None,
     "PAVI-F": (-82_000, 1_000, 1_600),
 }

@@ -31,17 +31,16 @@ class Table:
         return any(all(str(row[name]) == str(value) for name, value in key.items()) for row in self.rows)
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Appends rows, with what they were measured on."""
+        """Adds rows, with what they were measured on, and replaces the file in one go."""
+        self.rows += [{name: _parsed(str(value)) for name, value in {**row, **machine()}.items()} for row in rows]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        for row in rows:
-            whole = {**row, **machine()}
-            new = not self.path.exists()
-            with self.path.open("a", newline="") as file:
-                writer = csv.DictWriter(file, fieldnames=list(whole))
-                if new:
-                    writer.writeheader()
-                writer.writerow(whole)
-            self.rows.append({name: _parsed(str(value)) for name, value in whole.items()})
+        unfinished = self.path.with_suffix(".unfinished")
+        with unfinished.open("w", newline="") as file:
+            names = dict.fromkeys(name for row in self.rows for name in row)
+            writer = csv.DictWriter(file, fieldnames=list(names), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+        unfinished.replace(self.path)
 
 
 def read(path: Path) -> list[Row]:

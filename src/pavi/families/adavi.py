@@ -26,8 +26,8 @@ class ADAVI(PAVI):
 
     One flow per site, shared by all members of its plates as in PAVI, pushes a standard normal given the member's encoding:
     never its parents' values. Can represent any shape of a member's own posterior, and no dependence between latents, so it
-    is too narrow where members hang together. Only for *pyramidal* models: plates nested in one another, all data at the
-    bottom. Every step takes whole plates.
+    is too narrow where members hang together. Only for *pyramidal* models: plates nested in one another, sites that depend
+    on their own level or the one above, all data at the bottom. Every step takes whole plates.
 
     Args:
         encodings: a `pavi.SetEncoder`.
@@ -79,12 +79,22 @@ def _from_normals(sampler: Sampler, units: Units) -> Sampler:
 
 
 def _check_pyramid(template: Template) -> None:
-    levels = sorted({site.level for site in template.sites if site in (*template.latents, *template.observed)}, key=len)
-    nested = all(set(small) <= set(large) for small, large in itertools.pairwise(levels))
+    """Refuses models that are no chain of nested levels, each depending on itself and the one above, data at the bottom."""
+    sites = {site.name: site for site in (*template.latents, *template.observed)}
+    levels = sorted({site.level for site in sites.values()}, key=len)
+    nested = all(set(small) < set(large) for small, large in itertools.pairwise(levels))
     bottom = all(site.level == levels[-1] for site in template.observed)
-    if not nested or not bottom:
+    skipped = [
+        f"{site.name!r} on {parent!r}"
+        for site in sites.values()
+        for parent in site.parents
+        if parent in sites and levels.index(site.level) - levels.index(sites[parent].level) > 1
+    ]
+    if not nested or not bottom or skipped:
         raise ModelError(
-            "ADAVI is for pyramidal models: plates nested in one another, with all observed sites at the bottom. Found "
-            f"sites at the levels {[level or '()' for level in levels]}, and data at "
-            f"{sorted({site.level for site in template.observed})}. Use pavi.PAVI(), which takes any plates."
+            "ADAVI is for pyramidal models: plates nested in one another, sites that depend on their own level or the one "
+            "above, and all data at the bottom. Found sites at the levels "
+            f"{[level or '()' for level in levels]}, data at {sorted({site.level for site in template.observed})}"
+            f"{', and dependences that skip a level: ' + ', '.join(skipped) if skipped else ''}. Use pavi.PAVI(), which "
+            "takes any plates."
         )
