@@ -6,8 +6,8 @@ from jaxtyping import install_import_hook
 install_import_hook("pavi", "beartype.beartype")
 
 
-# Files whose tests share a fitted fixture, or what is compiled for it.
-TOGETHER = {"test_amortize", "test_checkpoint", "test_encoder", "test_placement", "test_posterior", "test_streaming"}
+# Files whose tests share a fitted fixture.
+TOGETHER = {"test_amortize", "test_placement", "test_posterior"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
