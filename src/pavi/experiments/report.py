@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pavi.experiments import paper
+from pavi.experiments import methods, paper
 from pavi.experiments.comparing import GRE_DIM, GRE_GROUPS, GRE_POINTS, GRE_SIGMA
 from pavi.experiments.comparing import scaling as scaling_problem
 from pavi.experiments.problems import gre_posterior
@@ -54,7 +54,9 @@ def scaling(rows: Sequence[Row], images: Path, folder: Path) -> Lines:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     means: dict[tuple[int, str], tuple[float, float, float]] = {}
-    for variant, method in _pairs(rows):
+    order = list(methods.scaling())
+    known = [pair for pair in _pairs(rows) if pair[1] in order]
+    for variant, method in sorted(known, key=lambda pair: (int(pair[0].split()[0]), order.index(pair[1]))):
         groups = int(variant.split()[0])
         some, latents = _of(rows, variant, method), GRE_DIM * (groups + 1)
         gap = np.mean([row["exact"] - row["elbo"] for row in some]) / latents
@@ -88,7 +90,7 @@ def comparison(title: str, theirs: Mapping[str, paper.Entry]) -> Section:
         found = {m: [row for row in _of(rows, v, m) if row["elbo"] != ""] for v, m in _pairs(rows)}
         best = _best_by_dataset(found)
         top = max((entry[0] for entry in theirs.values() if entry is not None), default=0.0)
-        for method, some in found.items():
+        for method, some in sorted(found.items(), key=lambda item: [*theirs, item[0]].index(item[0])):
             cells = [method, "none", "", "", *([""] if labels else [])]
             if some:
                 elbos = [row["elbo"] for row in some]
@@ -111,9 +113,9 @@ def curves(title: str, name: str, note: str) -> Section:
         del folder
         head = "| method | steps to 1% of the gap after 10 steps (median) | gap at the last step (nats) |"
         lines = [f"## {title}", "", f"{note} {CONSTANT_RATE}", "", head, "|---|---|---|"]
-        methods = list(dict.fromkeys(row["method"] for row in rows))
+        names = list(dict.fromkeys(row["method"] for row in rows))
         with _axes(images / f"{name}.svg", 1) as (ax,):
-            for method in methods:
+            for method in names:
                 ends, lasts = [], []
                 runs = [[r for r in rows if r["method"] == method and r["dataset"] == d] for d in _datasets(rows, method)]
                 for k, run in enumerate(runs):
@@ -122,7 +124,7 @@ def curves(title: str, name: str, note: str) -> Section:
                     below = np.flatnonzero(gaps <= 0.01 * gaps[0])
                     ends.append(steps[below[0]] if len(below) else np.inf)
                     lasts.append(gaps[-1])
-                    color = f"C{methods.index(method)}"
+                    color = f"C{names.index(method)}"
                     ax.loglog(steps, np.maximum(gaps, 1e-3), color=color, label=method if k == 0 else None)
                 lines.append(f"| {method} | {np.median(ends):,.0f} | {np.median(lasts):,.3f} |")
             ax.set(xlabel="step", ylabel="exact evidence - ELBO (nats)")
@@ -155,10 +157,10 @@ def sanity(rows: Sequence[Row], images: Path, folder: Path) -> Lines:
 
 def _draw_sanity(draws: Path, path: Path) -> None:
     """Draws of group means (colored) and of the population mean (black), with circles of two exact standard deviations."""
-    methods = list(dict.fromkeys(file.stem.rsplit("-", 1)[0] for file in sorted(draws.glob("*.npz"))))
+    names = list(dict.fromkeys(file.stem.rsplit("-", 1)[0] for file in sorted(draws.glob("*.npz"))))
     numbers = sorted({int(file.stem.rsplit("-", 1)[1]) for file in draws.glob("*.npz")})
-    with _axes(path, len(numbers), len(methods), 2.2) as axes:
-        for i, method in enumerate(methods):
+    with _axes(path, len(numbers), len(names), 2.2) as axes:
+        for i, method in enumerate(names):
             for k, number in enumerate(numbers):
                 found, ax = np.load(draws / f"{method}-{number}.npz"), axes[i][k]
                 exact_mu, exact = gre_posterior(scaling_problem(20).draw(number), GRE_SIGMA, 2000)

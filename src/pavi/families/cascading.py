@@ -110,13 +110,12 @@ class CascadingFlows:
             flat = encodings[site.level][..., self._place(template, site)]
             head = flat.shape[:-1]
             drawn = jax.random.normal(jax.random.fold_in(key, NOISE + number), (*head, self.auxiliary))
-            shift = fixed = jnp.zeros_like(drawn)
+            shift = jnp.zeros_like(drawn)
             for k, child in enumerate(_children(template, site)):
                 gain = flat[..., (2 + k) * self.auxiliary : (3 + k) * self.auxiliary]
-                passed = _onto(template, noises[child.name], child.level, site.level)
-                shift, fixed = shift + gain * passed, fixed + jax.lax.stop_gradient(gain) * passed
+                shift += gain * _onto(template, noises[child.name], child.level, site.level)
             noises[site.name] = drawn + shift
-            found[site.level][site.name] = _Coupled(flat, noises[site.name], fixed)
+            found[site.level][site.name] = _Coupled(flat, noises[site.name], shift)
         return found
 
     def sampler(self, template: Template, units: Units, shared: Array) -> Sampler:
@@ -135,7 +134,9 @@ class CascadingFlows:
                 return own + norm.logpdf(base[site.size :], shift).sum()
 
             base = jnp.concatenate([scale.base(prior.draw(key)), noise])
-            pushed, log_q = push(bijection, Path.INVERSE, base, nothing, (nothing, nothing), log_base)
+            # No path gradient: on CPUs with few cores, batched triangular solves in a compiled loop can wait for each other
+            # forever.
+            pushed, log_q = push(bijection, Path.NONE, base, nothing, (nothing, nothing), log_base)
             log_r = norm.logpdf(pushed[site.size :], loc, jnp.exp(log_scale)).sum()
             return Draw(scale.value(pushed[: site.size]), log_q - scale.log_det - log_r, scale.value(jnp.zeros(site.size)))
 
@@ -199,7 +200,7 @@ class CascadingFlows:
 
 
 class _Coupled(NamedTuple):
-    """A member's parameters, its auxiliary noise, and how much of that came from its children, by weights held constant."""
+    """A member's parameters, its auxiliary noise, and how much of that came from its children."""
 
     parameters: Array
     noise: Array
