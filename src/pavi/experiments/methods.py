@@ -79,6 +79,6 @@ def neuroimaging() -> Mapping[str, Method]:
     return {
         "CF": Method(CascadingFlows(32), 1500),
         "ADAVI": Method(ADAVI(), 1500),
-        "UIVI": Method(UIVI(16, (128, 256, 512, 1024)), 1500),
         "PAVI-F": Method(PAVI(FreeEncodings({"mu": 32, ...: 8}), flows), 6000, reduced=True),
+        "UIVI": Method(UIVI(16, (128, 256, 512, 1024)), 100),
     }
