@@ -201,3 +201,5 @@ def test_sample_amortized_cascading_flows_answer_for_new_data():
 def test_families_that_need_whole_plates_say_so(family):
     with pytest.raises(pavi.SettingError, match="needs all 8 members"):
         pavi.fit(model, DATA, family=family, batch={"group": 4}, progress_bar=False)
+    with pytest.raises(pavi.SettingError, match="on one device"):
+        pavi.fit(model, DATA, family=family, devices=1, progress_bar=False)

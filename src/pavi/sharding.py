@@ -68,6 +68,8 @@ def sharded(problem: Problem, devices: int | Mapping[str, int]) -> Problem:
     plate, count = split_along(problem.template, devices)
     if isinstance(problem.family, PAVI) and isinstance(problem.family.encodings, SetEncoder):
         raise SettingError("devices=...: a SetEncoder needs all members on one device. Use free encodings.")
+    if problem.family.whole_plates:
+        raise SettingError(f"devices=...: {type(problem.family).__name__} needs all members on one device. Use pavi.PAVI().")
     batch = {name: -(-members // count) * count if name == plate else members for name, members in problem.batch}
     return dataclasses.replace(problem, batch=tuple(batch.items()), shards=(plate, count))
 

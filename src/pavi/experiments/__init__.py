@@ -17,11 +17,11 @@ def run(name: str, folder: Path, datasets: int, seeds: int, progress: bool = Tru
     """Runs one experiment, or what is missing of it, and writes `folder/name.csv`."""
     path = folder / f"{name}.csv"
     if name in curves.FIGURES:
-        curves.trace(curves.FIGURES[name](), Table(path, ("method", "dataset")), datasets, progress)
+        curves.trace(curves.FIGURES[name](), Table(path), datasets, progress)
     elif name == "sanity":
-        sanity.check(Table(path, ("method", "dataset")), folder / "draws", min(datasets, SANITY_DATASETS), progress)
+        sanity.check(Table(path), folder / "draws", min(datasets, SANITY_DATASETS), progress)
     else:
-        table = Table(path, ("variant", "method", "dataset", "seed"))
+        table = Table(path)
         for problem in PROBLEMS[name]():
             comparing.compare(problem, comparing.CHOSEN[name](), table, datasets, seeds, progress)
 

@@ -47,8 +47,9 @@ def compare(problem: Problem, chosen: Mapping[str, Method], table: Table, datase
     for name, method, seed, missing in tqdm(jobs, desc=problem.variant, disable=not progress, dynamic_ncols=True):
         key = {"variant": problem.variant, "method": name}
         try:
-            for number, row in _runs(problem, method, seed, missing):
-                table.add([{**key, "dataset": number, "seed": seed, "note": "", **row}])
+            for number, posterior, row in runs(problem, method, seed, missing):
+                judged = {} if problem.judge is None else problem.judge(posterior, number)
+                table.add([{**key, "dataset": number, "seed": seed, "note": "", **row, **judged}])
         except PaviError as error:
             empty = {"elbo": "", "stderr": "", "weights": "", "steps": "", "seconds": "", "plateau_seconds": "", "exact": ""}
             note = str(error).split(". ")[0]
@@ -71,7 +72,8 @@ def _jobs(
                 yield from ((name, method, seed, [number]) for number in missing)
 
 
-def _runs(problem: Problem, method: Method, seed: int, numbers: list[int]) -> Iterator[tuple[int, Row]]:
+def runs(problem: Problem, method: Method, seed: int, numbers: list[int]) -> Iterator[tuple[int, Posterior, Row]]:
+    """A method's posterior of each data set, and what was measured; an amortized one is trained once for all of them."""
     batch = dict(problem.batch) if method.reduced else None
     training: Row = {}
     amortized = None
@@ -88,7 +90,7 @@ def _runs(problem: Problem, method: Method, seed: int, numbers: list[int]) -> It
         else:
             row, posterior = fitted(problem.model, data, method.family, seed, steps=method.steps, batch=batch)
         row["exact"] = "" if problem.exact is None else round(problem.exact(x), 4)
-        yield number, {**row, **({} if problem.judge is None else problem.judge(posterior, number))}
+        yield number, posterior, row
 
 
 def scaling(groups: int) -> Problem:

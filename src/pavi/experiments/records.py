@@ -15,15 +15,10 @@ Row = dict[str, Any]
 
 
 class Table:
-    """Rows of one experiment, each written as soon as it is known.
+    """Rows of one experiment, in a CSV at `path`, each written as soon as it is known."""
 
-    Args:
-        path: of the CSV.
-        keys: columns that tell a row from the others.
-    """
-
-    def __init__(self, path: Path, keys: tuple[str, ...]):
-        self.path, self.keys = path, keys
+    def __init__(self, path: Path):
+        self.path = path
         self.rows: list[Row] = read(path) if path.exists() else []
 
     def has(self, **key: Any) -> bool:

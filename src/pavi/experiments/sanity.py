@@ -9,8 +9,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from pavi.experiments import methods
-from pavi.experiments.comparing import GRE_SIGMA, scaling
-from pavi.experiments.measuring import fitted, trained
+from pavi.experiments.comparing import GRE_SIGMA, runs, scaling
 from pavi.experiments.problems import gre_posterior
 from pavi.experiments.records import Table
 
@@ -29,18 +28,10 @@ def check(table: Table, draws: Path, datasets: int, progress: bool) -> None:
             table.add([{"method": "exact", "dataset": number, **distances(*pair)}])
     for name, method in tqdm(methods.scaling().items(), desc="sanity", disable=not progress, dynamic_ncols=True):
         missing = [number for number in range(datasets) if not table.has(method=name, dataset=number)]
-        if not missing:
+        if not missing:  # an amortized method would be trained for nothing
             continue
-        batch = dict(problem.batch) if method.reduced else None
-        amortized = None
-        if method.amortized:
-            _, amortized = trained(problem.model, "x", method.family, 0, steps=method.steps, batch=batch, num_datasets=None)
-        for number in missing:
+        for number, posterior, _ in runs(problem, method, 0, missing):
             x = problem.draw(number)
-            if amortized is not None:
-                posterior = amortized.infer({"x": x})
-            else:
-                _, posterior = fitted(problem.model, {"x": x}, method.family, 0, steps=method.steps, batch=batch)
             found = posterior.sample(DRAWN, sites=["mu", "theta"])
             values = {name: found[name].values[0] for name in ("mu", "theta")}
             row = distances(values, dict(zip(("mu", "theta"), gre_posterior(x, GRE_SIGMA, DRAWN), strict=True)))

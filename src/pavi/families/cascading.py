@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from jax.scipy.stats import norm
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from pavi.cascade import Draw, Prior, Sampler, Study
-from pavi.errors import SettingError
 from pavi.families.base import Glimpse, Reading, Scale, Units, Weights
+from pavi.families.whole import Whole
 from pavi.flows import Highway, Path, push
 from pavi.packing import Skeleton, pack, skeleton_of
 from pavi.template import Level, Site, Template
@@ -26,7 +26,7 @@ NOISE = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class CascadingFlows:
+class CascadingFlows(Whole):
     """A highway flow for every member of every site, which pushes the prior, with auxiliary variables for coupling.
 
     Each latent is drawn from its prior given its parents and pushed, together with a vector of auxiliary noise, through a
@@ -50,14 +50,11 @@ class CascadingFlows:
     auxiliary: int = 8
     sample_amortized: bool = False
 
-    row_rate: ClassVar[float] = 1.0
-    whole_plates: ClassVar[bool] = True
-
     def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]) -> Weights:
-        del data, whole
+        del rng, data, whole
         parts = []
         for level in template.levels:
-            row = np.concatenate([self._start(template, site, rng) for site in template.latents if site.level == level])
+            row = np.concatenate([self._start(template, site) for site in template.latents if site.level == level])
             parts.append(np.broadcast_to(row, (*template.sizes(level), len(row))).reshape(-1))
         return Weights(np.concatenate(parts).astype(jnp.result_type(float)), {}, {})
 
@@ -65,9 +62,6 @@ class CascadingFlows:
         del whole
         count = sum(int(np.prod((*template.sizes(level), self._row_size(template, level)))) for level in template.levels)
         return Weights(jax.ShapeDtypeStruct((count,), jnp.result_type(float)), {}, {})
-
-    def parts(self, template: Template) -> Mapping[str, slice]:
-        return {}
 
     def measure(self, template: Template, data: Mapping[str, Any], arguments: Any) -> Units:
         if not self.sample_amortized:
@@ -87,11 +81,6 @@ class CascadingFlows:
         arrays = {name: jnp.asarray(array) for name, array in data.items()}
         rows = self._rows(study.template, weights.shared, units, arrays)
         return Reading(self, Weights(jnp.zeros(0), rows, {}))
-
-    def extend(
-        self, weights: Weights, kept: Mapping[str, np.ndarray], template: Template, data: Mapping[str, Any]
-    ) -> Weights:
-        raise SettingError("CascadingFlows has a flow for each member it was trained on: fit the new study from scratch.")
 
     def together(
         self,
@@ -142,9 +131,8 @@ class CascadingFlows:
 
         return draw
 
-    def _start(self, template: Template, site: Site, rng: np.random.Generator) -> np.ndarray:
+    def _start(self, template: Template, site: Site) -> np.ndarray:
         """Parameters that a member of a site starts with: those of r, gains of its children's noise, its flow's."""
-        del rng
         gains = np.zeros(len(_children(template, site)) * self.auxiliary)
         scored = np.concatenate([np.zeros(self.auxiliary), np.full(self.auxiliary, INITIAL_LOG_SCALE)])
         own = np.concatenate([scored, gains, pack(Highway(site.size + self.auxiliary))])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ from jax.scipy.stats import norm
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from pavi.cascade import Draw, Prior, Sampler, Study
-from pavi.errors import SettingError
 from pavi.families.base import Glimpse, Reading, Units, Weights
+from pavi.families.whole import Whole
 from pavi.flows import Perceptron
 from pavi.packing import Skeleton, pack, skeleton_of
 from pavi.template import Level, Site, Template
@@ -31,7 +31,7 @@ USUAL = ((10, 3, (32, 32)), (100, 6, (64, 64)), (None, 9, (128, 128)))
 
 
 @dataclasses.dataclass(frozen=True)
-class UIVI:
+class UIVI(Whole):
     """A normal whose mean and scales a network draws from noise, over the whole latent space at once.
 
     A small embedding is drawn from a standard normal; a network maps it to a mean and a scale for every latent number; the
@@ -63,9 +63,6 @@ class UIVI:
     leapfrogs: int = 5
     step_size: float = 0.1
 
-    row_rate: ClassVar[float] = 1.0
-    whole_plates: ClassVar[bool] = True
-
     def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]) -> Weights:
         del data, whole
         return Weights(pack(self._network(template, rng)).astype(jnp.result_type(float)), {}, {})
@@ -73,9 +70,6 @@ class UIVI:
     def shapes(self, template: Template, whole: frozenset[str]) -> Weights:
         del whole
         return Weights(jax.ShapeDtypeStruct((self._skeleton(template).size,), jnp.result_type(float)), {}, {})
-
-    def parts(self, template: Template) -> Mapping[str, slice]:
-        return {}
 
     def measure(self, template: Template, data: Mapping[str, Any], arguments: Any) -> Units:
         return Units({}, {})
@@ -85,11 +79,6 @@ class UIVI:
 
     def settle(self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, weights: Weights) -> Reading:
         return Reading(self, weights)
-
-    def extend(
-        self, weights: Weights, kept: Mapping[str, np.ndarray], template: Template, data: Mapping[str, Any]
-    ) -> Weights:
-        raise SettingError("UIVI is over the latents of the study it was trained on: fit the new study from scratch.")
 
     def together(
         self,
