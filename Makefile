@@ -18,7 +18,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	JAX_PLATFORMS=cpu MPLBACKEND=agg $(BIN)/python -m pytest -n 2 --dist loadgroup
+	JAX_PLATFORMS=cpu MPLBACKEND=agg $(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(STAMP)
 	for name in gre step_cost convergence unbiasedness retracing encoder amortized schemes reduced_sizes update streaming "cohort --size 0.01"; do $(BIN)/python benchmarks/$${name%% *}.py $$(echo "$$name" | cut -s -d" " -f2-) || exit 1; done

@@ -1,4 +1,4 @@
-"""A small study fitted on one device or several, as a program of its own: prints its ELBOs and moments as JSON.
+"""A small study fitted on several devices, as a program of its own: prints its ELBOs and moments as JSON.
 
 python sharded_study.py DEVICES GROUPS_PER_STEP STEPS [ADDRESS PROCESSES PROCESS]
 """
@@ -35,7 +35,8 @@ def main() -> None:
     import pavi
 
     settings = {"batch": {"group": batch, "point": 6}, "steps": steps, "progress_bar": False}
-    fit = pavi.fit(model, {"x": X}, devices={"group": devices} if devices > 1 else None, **settings)
+    family = pavi.PAVI(flow=pavi.Affine())
+    fit = pavi.fit(model, {"x": X}, family=family, devices={"group": devices}, **settings)
     moments = fit.moments(num_samples=200)
     result = {
         "elbos": fit.history["elbo"].tolist(),

@@ -10,9 +10,6 @@ from exact import gaussian
 
 import pavi
 
-# One process runs this file: its tests share a fit.
-pytestmark = pytest.mark.xdist_group("amortize")
-
 
 def model(num_groups=8, num_points=4):
     mu = numpyro.sample("mu", dist.Normal(0, 2))

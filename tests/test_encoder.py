@@ -18,7 +18,7 @@ from pavi.families import Glimpse, looking
 from pavi.reading import read_study
 
 GROUPS, POINTS = 6, 4
-ENCODER = pavi.PAVI(encodings=pavi.SetEncoder(size=3, width=8, heads=2))
+ENCODER = pavi.PAVI(encodings=pavi.SetEncoder(size=3, width=8, heads=2), flow=pavi.Affine())
 
 
 def nested(num_groups: int = GROUPS, num_points: int = POINTS):

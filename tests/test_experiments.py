@@ -55,24 +55,39 @@ def test_wasserstein_distances_are_those_of_shifted_draws():
     assert found == {"wasserstein": 5.0, "wasserstein_mu": 5.0, "wasserstein_theta": 0.0}
 
 
-def test_a_comparison_runs_what_is_missing_and_notes_what_cannot_be(tmp_path):
-    problem = comparing.scaling(2)
-    crossed = comparing.neuroimaging()
+def test_a_comparison_runs_what_is_missing_and_notes_what_cannot_be(tmp_path, monkeypatch):
     chosen = {
         "mean field": Method(pavi.baselines.MeanField(), steps=30),
         "amortized": Method(pavi.baselines.CascadingFlows(1, sample_amortized=True), steps=5, amortized=True),
         "too small": Method(pavi.baselines.UIVI(), steps=5, largest=1),
     }
+    monkeypatch.setitem(comparing.PROBLEMS, "scaling", lambda: [comparing.scaling(2)])
+    monkeypatch.setitem(comparing.CHOSEN, "scaling", lambda: chosen)
     table = Table(tmp_path / "scaling.csv")
-    comparing.compare(problem, chosen, table, 1, 1, progress=False)
+    comparing.compare("scaling", table, 1, 1, progress=False)
     assert [row["method"] for row in table.rows] == ["mean field", "amortized"]
     assert all(row["elbo"] < row["exact"] and row["seconds"] > 0 for row in table.rows)
     before = (tmp_path / "scaling.csv").read_text()
-    comparing.compare(problem, chosen, Table(tmp_path / "scaling.csv"), 1, 1, progress=False)
+    comparing.compare("scaling", Table(tmp_path / "scaling.csv"), 1, 1, progress=False)
     assert (tmp_path / "scaling.csv").read_text() == before
     refused = Table(tmp_path / "refused.csv")
-    comparing.compare(crossed, {"ADAVI": Method(pavi.baselines.ADAVI(), steps=5)}, refused, 1, 1, progress=False)
+    monkeypatch.setitem(comparing.CHOSEN, "neuroimaging", lambda: {"ADAVI": Method(pavi.baselines.ADAVI(), steps=5)})
+    comparing.compare("neuroimaging", refused, 1, 1, progress=False)
     assert "pyramidal" in refused.rows[0]["note"]
+
+
+def test_fits_side_by_side_are_those_one_by_one():
+    """Data sets and seeds as an axis of the step: the same posteriors, each near its own exact evidence."""
+    problem, family = comparing.scaling(20), pavi.PAVI(pavi.FreeEncodings(8))
+    pairs = [(0, 0), (1, 0), (1, 1)]
+    found = list(comparing.runs(problem, Method(family, steps=1000, reduced=True), pairs, together=True))
+    assert [pair for pair, _, _ in found] == pairs
+    for (number, _), posterior, row in found:
+        assert row["together"] == 3
+        assert abs(row["exact"] - row["elbo"]) < 0.3
+        exact = gre_posterior(problem.draw(number), comparing.GRE_SIGMA, 2000)[0]
+        np.testing.assert_allclose(posterior.moments(sites=["mu"])["mu"].values[0], exact.mean(0), atol=0.1)
+    assert found[1][2]["elbo"] != found[2][2]["elbo"]
 
 
 def test_curves_end_closer_to_the_evidence(tmp_path):

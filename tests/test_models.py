@@ -23,7 +23,9 @@ def scheme(request, monkeypatch):
     global RNG
     RNG = np.random.default_rng(7)
     if request.param == "encoder":
-        with_encoder = functools.partial(pavi.fit, family=pavi.PAVI(encodings=pavi.SetEncoder()), steps=1000)
+        with_encoder = functools.partial(
+            pavi.fit, family=pavi.PAVI(encodings=pavi.SetEncoder(), flow=pavi.Affine()), steps=1000
+        )
         monkeypatch.setattr(pavi, "fit", with_encoder)
     return request.param
 

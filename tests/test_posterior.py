@@ -11,9 +11,6 @@ import pytest
 import pavi
 from pavi import tiles
 
-# One process runs this file: its tests share a fit.
-pytestmark = pytest.mark.xdist_group("posterior")
-
 
 def model():
     rows = numpyro.plate("row", 5, dim=-2)
@@ -34,7 +31,7 @@ X = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
 
 @pytest.fixture(scope="module")
 def fit():
-    return pavi.fit(model, {"x": X}, progress_bar=False, steps=200)
+    return pavi.fit(model, {"x": X}, family=pavi.PAVI(flow=pavi.Affine()), progress_bar=False, steps=200)
 
 
 def test_a_slice_equals_the_slice_of_the_whole(fit, monkeypatch):

@@ -17,7 +17,6 @@ import pavi
 from pavi.sharding import split_along
 
 STUDY = Path(__file__).parent / "sharded_study.py"
-pytestmark = pytest.mark.xdist_group("sharding")
 
 
 def start(devices, batch, steps, *more, local_devices=None):
@@ -36,7 +35,8 @@ def result(process):
 
 def on_one_device(batch, steps):
     """The same study in this process."""
-    return pavi.fit(model, {"x": X}, batch={"group": batch, "point": 6}, steps=steps, progress_bar=False)
+    family = pavi.PAVI(flow=pavi.Affine())
+    return pavi.fit(model, {"x": X}, family=family, batch={"group": batch, "point": 6}, steps=steps, progress_bar=False)
 
 
 @pytest.fixture(scope="module")

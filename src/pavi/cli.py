@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,7 @@ def reproduce(
     seeds: Annotated[int | None, typer.Option(help="Seeds per data set.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the CSVs. What is there already is not run again.")] = Path("results"),
     page: Annotated[Path, typer.Option(help="Page to write, with figures beside it.")] = Path("docs/results.md"),
+    processes: Annotated[int, typer.Option(help="Methods of a table that are run at the same time.")] = 1,
     progress_bar: Annotated[bool, typer.Option(help="Show progress.")] = True,
 ) -> None:
     """Runs an experiment of the paper again, or what is missing of it, and writes its table and figure."""
@@ -35,11 +37,18 @@ def reproduce(
         raise typer.BadParameter(
             f"{name!r} is no experiment. Expected one of {', '.join(experiments.NAMES)}, all or report."
         )
+    if processes > 1:  # they share a device
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     usual = experiments.FULL if full else experiments.USUAL
     chosen = {"all": experiments.NAMES, "report": ()}.get(name, (name,))
     for each in chosen:
         experiments.run(
-            each, out, usual[0] if datasets is None else datasets, usual[1] if seeds is None else seeds, progress_bar
+            each,
+            out,
+            usual[0] if datasets is None else datasets,
+            usual[1] if seeds is None else seeds,
+            progress_bar,
+            processes,
         )
         report.write(out, page)
     report.write(out, page)

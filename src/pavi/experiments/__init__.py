@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from pavi.experiments import comparing, curves, sanity
@@ -13,23 +12,15 @@ FULL, USUAL = (20, 5), (2, 1)
 SANITY_DATASETS = 4
 
 
-def run(name: str, folder: Path, datasets: int, seeds: int, progress: bool = True) -> None:
-    """Runs one experiment, or what is missing of it, and writes `folder/name.csv`."""
+def run(name: str, folder: Path, datasets: int, seeds: int, progress: bool = True, processes: int = 1) -> None:
+    """Runs one experiment, or what is missing of it, and writes `folder/name.csv`; tables by several processes if asked."""
     path = folder / f"{name}.csv"
     if name in curves.FIGURES:
         curves.trace(curves.FIGURES[name](), Table(path), datasets, progress)
     elif name == "sanity":
         sanity.check(Table(path), folder / "draws", min(datasets, SANITY_DATASETS), progress)
     else:
-        table = Table(path)
-        for problem in PROBLEMS[name]():
-            comparing.compare(problem, comparing.CHOSEN[name](), table, datasets, seeds, progress)
+        comparing.compare(name, Table(path), datasets, seeds, progress, processes)
 
 
-PROBLEMS: dict[str, Callable[[], list[comparing.Problem]]] = {
-    "scaling": lambda: [comparing.scaling(groups) for groups in comparing.GRE_GROUPS],
-    "mixture": lambda: [comparing.mixture()],
-    "variance": lambda: [comparing.variance()],
-    "neuroimaging": lambda: [comparing.neuroimaging()],
-}
-NAMES = (*curves.FIGURES, *PROBLEMS, "sanity")
+NAMES = (*curves.FIGURES, *comparing.PROBLEMS, "sanity")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -16,6 +19,7 @@ from pavi.experiments.measuring import evaluated, fitted, trained
 from pavi.experiments.methods import Method
 from pavi.experiments.problems import gaussian_mixture, gre, gre_evidence, hierarchical_variance, simulate, simulate_gre
 from pavi.experiments.records import Row, Table
+from pavi.experiments.together import fitted_together
 from pavi.models import parcellation, simulate_cohort
 from pavi.posterior import Posterior
 
@@ -39,58 +43,111 @@ class Problem(NamedTuple):
     """What else is looked at in a posterior, given the number of the data set."""
     size: int = 0
     """Groups, where it grows."""
+    side_by_side: bool = False
+    """Whether its fits may be trained side by side: those that need several starts may not."""
 
 
-def compare(problem: Problem, chosen: Mapping[str, Method], table: Table, datasets: int, seeds: int, progress: bool) -> None:
-    """Fills a table with every method that the problem is not too large for."""
-    jobs = list(_jobs(problem, chosen, table, datasets, seeds))
-    for name, method, seed, missing in tqdm(jobs, desc=problem.variant, disable=not progress, dynamic_ncols=True):
-        key = {"variant": problem.variant, "method": name}
-        try:
-            for number, posterior, row in runs(problem, method, seed, missing):
-                judged = {} if problem.judge is None else problem.judge(posterior, number)
-                table.add([{**key, "dataset": number, "seed": seed, "note": "", **row, **judged}])
-        except PaviError as error:
-            empty = {"elbo": "", "stderr": "", "weights": "", "steps": "", "seconds": "", "plateau_seconds": "", "exact": ""}
-            note = str(error).split(". ")[0]
-            table.add([{**key, "dataset": number, "seed": seed, "note": note, **empty} for number in missing])
+class Job(NamedTuple):
+    """What one process does in one go: a method and its (data set, seed) pairs."""
+
+    experiment: str
+    problem: int
+    method: str
+    pairs: tuple[tuple[int, int], ...]
+    together: bool
 
 
-def _jobs(
-    problem: Problem, chosen: Mapping[str, Method], table: Table, datasets: int, seeds: int
-) -> Iterator[tuple[str, Method, int, list[int]]]:
-    """What is still to do: (name, method, seed, data sets). An amortized method takes all data sets of a seed at once."""
-    for name, method in chosen.items():
-        if problem.size > method.largest:
+def compare(name: str, table: Table, datasets: int, seeds: int, progress: bool, processes: int = 1) -> None:
+    """Fills the table of an experiment with every method that its problems are not too large for.
+
+    On accelerators all data sets and seeds of a method are trained side by side. With several `processes`, methods are too.
+    """
+    problems = enumerate(PROBLEMS[name]())
+    jobs = [job for number, problem in problems for job in _jobs(name, number, problem, table, datasets, seeds)]
+    with tqdm(total=len(jobs), desc=name, disable=not progress, dynamic_ncols=True) as bar:
+        if processes == 1:
+            for job in jobs:
+                for row in work(job):
+                    table.add([row])
+                bar.update()
+            return
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+            for future in as_completed([pool.submit(_work_elsewhere, job) for job in jobs]):
+                table.add(future.result())
+                bar.update()
+
+
+def _jobs(name: str, number: int, problem: Problem, table: Table, datasets: int, seeds: int) -> Iterator[Job]:
+    """What is still to do. An amortized method takes all data sets of a seed at once; so do others where they fit."""
+    together = jax.default_backend() != "cpu" and problem.side_by_side
+    for method, settings in CHOSEN[name]().items():
+        if problem.size > settings.largest:
             continue
-        for seed in range(seeds):
-            key = {"variant": problem.variant, "method": name, "seed": seed}
-            missing = [number for number in range(datasets) if not table.has(**key, dataset=number)]
-            if method.amortized and missing:
-                yield name, method, seed, missing
-            elif not method.amortized:
-                yield from ((name, method, seed, [number]) for number in missing)
-
-
-def runs(problem: Problem, method: Method, seed: int, numbers: list[int]) -> Iterator[tuple[int, Posterior, Row]]:
-    """A method's posterior of each data set, and what was measured; an amortized one is trained once for all of them."""
-    batch = dict(problem.batch) if method.reduced else None
-    training: Row = {}
-    amortized = None
-    if method.amortized:
-        training, amortized = trained(
-            problem.model, problem.observed, method.family, seed, steps=method.steps, batch=batch, num_datasets=None
-        )
-    for number in numbers:
-        x = problem.draw(number)
-        data = {problem.observed: x}
-        if amortized is not None:
-            posterior = amortized.infer(data)
-            row = {**evaluated(posterior), **training}
+        key = {"variant": problem.variant, "method": method}
+        missing = [
+            (dataset, seed)
+            for seed in range(seeds)
+            for dataset in range(datasets)
+            if not table.has(**key, seed=seed, dataset=dataset)
+        ]
+        if missing and (settings.amortized or together):
+            yield Job(name, number, method, tuple(missing), together)
         else:
-            row, posterior = fitted(problem.model, data, method.family, seed, steps=method.steps, batch=batch)
-        row["exact"] = "" if problem.exact is None else round(problem.exact(x), 4)
-        yield number, posterior, row
+            yield from (Job(name, number, method, (pair,), False) for pair in missing)
+
+
+def work(job: Job) -> Iterator[Row]:
+    """Does a job; the rows it gives."""
+    problem, method = PROBLEMS[job.experiment]()[job.problem], CHOSEN[job.experiment]()[job.method]
+    key = {"variant": problem.variant, "method": job.method}
+    try:
+        for (number, seed), posterior, row in runs(problem, method, job.pairs, job.together):
+            judged = {} if problem.judge is None else problem.judge(posterior, number)
+            yield {**key, "dataset": number, "seed": seed, "note": "", **row, **judged}
+    except PaviError as error:
+        empty = {"elbo": "", "stderr": "", "weights": "", "steps": "", "seconds": "", "plateau_seconds": "", "exact": ""}
+        note = str(error).split(". ")[0]
+        yield from ({**key, "dataset": number, "seed": seed, "note": note, **empty} for number, seed in job.pairs)
+
+
+def _work_elsewhere(job: Job) -> list[Row]:
+    return list(work(job))
+
+
+def runs(
+    problem: Problem, method: Method, pairs: Sequence[tuple[int, int]], together: bool = False
+) -> Iterator[tuple[tuple[int, int], Posterior, Row]]:
+    """A method's posterior for each data set and seed, and what was measured; an amortized one is trained once per seed."""
+    batch = dict(problem.batch) if method.reduced else None
+    drawn = {number: problem.draw(number) for number, _ in pairs}
+    settings: dict[str, Any] = {"steps": method.steps, "batch": batch}
+    if method.amortized:
+        found = _amortized(problem, method, pairs, drawn, batch)
+    elif together:
+        data = [({problem.observed: drawn[number]}, seed) for number, seed in pairs]
+        found = fitted_together(problem.model, data, method.family, **settings)
+    else:
+        found = (
+            fitted(problem.model, {problem.observed: drawn[number]}, method.family, seed, **settings)
+            for number, seed in pairs
+        )
+    for pair, (row, posterior) in zip(pairs, found, strict=True):
+        row["exact"] = "" if problem.exact is None else round(problem.exact(drawn[pair[0]]), 4)
+        yield pair, posterior, row
+
+
+def _amortized(
+    problem: Problem, method: Method, pairs: Sequence[tuple[int, int]], drawn: Mapping[int, np.ndarray], batch: Any
+) -> Iterator[tuple[Row, Posterior]]:
+    known: dict[int, tuple[Row, Any]] = {}
+    for number, seed in pairs:
+        if seed not in known:
+            known[seed] = trained(
+                problem.model, problem.observed, method.family, seed, steps=method.steps, batch=batch, num_datasets=None
+            )
+        training, amortized = known[seed]
+        posterior = amortized.infer({problem.observed: drawn[number]})
+        yield {**evaluated(posterior), **training}, posterior
 
 
 def scaling(groups: int) -> Problem:
@@ -103,6 +160,7 @@ def scaling(groups: int) -> Problem:
         lambda number: simulate_gre(groups, GRE_POINTS, GRE_SIGMA, GRE_DIM, 1000 + number),
         lambda x: gre_evidence(x, GRE_SIGMA),
         size=groups,
+        side_by_side=True,
     )
 
 
@@ -143,6 +201,12 @@ def neuroimaging() -> Problem:
     )
 
 
+PROBLEMS: dict[str, Callable[[], list[Problem]]] = {
+    "scaling": lambda: [scaling(groups) for groups in GRE_GROUPS],
+    "mixture": lambda: [mixture()],
+    "variance": lambda: [variance()],
+    "neuroimaging": lambda: [neuroimaging()],
+}
 CHOSEN = {
     "scaling": methods.scaling,
     "mixture": methods.mixture,

@@ -211,6 +211,8 @@ SECTIONS: Mapping[str, Section] = {
 def _seconds(rows: Sequence[Row]) -> str:
     """Seconds to the plateau of the first data set, which compiles, and of the others, which do not."""
     times = [row["plateau_seconds"] for row in rows]
+    if "together" in rows[0] and rows[0]["together"] not in ("", 1):
+        return f"{times[0]:.2f}"
     later = [time for time in times[1:] if time != times[0]]  # amortized methods are trained once
     return f"{times[0]:.1f}" + (f", then {np.median(later):.1f}" if later else "")
 
@@ -237,7 +239,9 @@ def _best_by_dataset(found: Mapping[str, Sequence[Row]]) -> dict[int, float]:
 def _measured_on(rows: Sequence[Row]) -> str:
     counts = len({(row.get("dataset"), row.get("seed", 0)) for row in rows})
     machines = sorted({f"{row['device']}, jax {row['jax']}, numpyro {row['numpyro']}" for row in rows})
-    return f"*{counts} data sets and seeds per line; {'; '.join(machines)}.*"
+    beside = max((int(row.get("together") or 1) for row in rows), default=1)
+    shared = f" Up to {beside} fits side by side: seconds are theirs divided by their number." if beside > 1 else ""
+    return f"*{counts} data sets and seeds per line; {'; '.join(machines)}.{shared}*"
 
 
 @contextmanager

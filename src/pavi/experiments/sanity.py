@@ -30,7 +30,7 @@ def check(table: Table, draws: Path, datasets: int, progress: bool) -> None:
         missing = [number for number in range(datasets) if not table.has(method=name, dataset=number)]
         if not missing:  # an amortized method would be trained for nothing
             continue
-        for number, posterior, _ in runs(problem, method, 0, missing):
+        for (number, _), posterior, _ in runs(problem, method, [(number, 0) for number in missing]):
             x = problem.draw(number)
             found = posterior.sample(DRAWN, sites=["mu", "theta"])
             values = {name: found[name].values[0] for name in ("mu", "theta")}

@@ -54,7 +54,12 @@ def encode_study(
         found[site.name] = {
             level: Known(*map(jnp.asarray, each)) for level, each in known.items() if level in template.levels
         }
-    return encoder.encodings(template, found)
+    return _joined(encoder, study, found)
+
+
+@quick_jit(static_argnums=(0, 1))
+def _joined(encoder: SetEncoder, study: Study, found: dict[str, dict[Level, Known]]) -> dict[Level, Array]:
+    return encoder.encodings(study.template, found)
 
 
 def _numbers(encoder: SetEncoder, member_shape: tuple[int, ...]) -> int:

@@ -16,7 +16,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
 
 import equinox as eqx
@@ -28,6 +30,19 @@ from jaxtyping import Array, Float
 
 # Above this dimension the Jacobian of an autoregressive flow costs more than the noise it removes.
 LARGEST_JACOBIAN = 8
+
+
+_READING = ContextVar("reading", default=False)
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Within, draws and their densities are traced for their values alone: no gradient will be asked for."""
+    token = _READING.set(True)
+    try:
+        yield
+    finally:
+        _READING.reset(token)
 
 
 class Path(Enum):
@@ -71,7 +86,7 @@ def push(
     """
     moving, given = conditions
     value, log_det = bijection.transform_and_log_det(base, jnp.concatenate([encoding, moving]))
-    if path is Path.NONE:
+    if path is Path.NONE or _READING.get():
         return value, log_prior(base) - log_det
     frozen = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if eqx.is_inexact_array(leaf) else leaf, bijection)
     encoding = jax.lax.stop_gradient(encoding)
