@@ -17,8 +17,8 @@ from scipy import stats
 from tqdm import tqdm
 
 import pavi
-from gre import DIM, REGIMES
-from pavi.experiments.problems import gre, gre_evidence, gre_truth, simulate_gre
+from gre import DIM
+from pavi.experiments.problems import REGIMES, gre, gre_evidence, gre_truth, simulate_gre
 
 DRAWS, BINS = 99, 10
 

@@ -13,8 +13,8 @@ import numpy as np
 from tqdm import tqdm
 
 import pavi
-from gre import DIM, REGIMES
-from pavi.experiments.problems import gre, gre_evidence, simulate_gre
+from gre import DIM
+from pavi.experiments.problems import REGIMES, gre, gre_evidence, simulate_gre
 
 CELLS = [(regime, groups, batch) for regime in ("informative", "balanced") for groups, batch in ((20, 5), (200, 20))]
 FAMILIES = {"PAVI-F": pavi.PAVI(), "PAVI-E": pavi.PAVI(encodings=pavi.SetEncoder())}

@@ -22,9 +22,8 @@ from numpyro.infer.autoguide import AutoIAFNormal, AutoMultivariateNormal, AutoN
 from tqdm import tqdm
 
 import pavi
-from pavi.experiments.problems import gre, gre_evidence, simulate_gre
+from pavi.experiments.problems import REGIMES, gre, gre_evidence, simulate_gre
 
-REGIMES = {"informative": (10, 0.3), "balanced": (5, 1.0), "weak": (3, 3.0)}
 GUIDES = {"AutoNormal": AutoNormal, "AutoMultivariateNormal": AutoMultivariateNormal, "AutoIAFNormal": AutoIAFNormal}
 RATES = {
     "AutoNormal": (3e-3, 1e-2, 3e-2),

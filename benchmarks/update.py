@@ -13,8 +13,8 @@ import time
 import numpy as np
 
 import pavi
-from gre import DIM, REGIMES
-from pavi.experiments.problems import gre, gre_evidence, simulate_gre
+from gre import DIM
+from pavi.experiments.problems import REGIMES, gre, gre_evidence, simulate_gre
 
 BEFORE, AFTER = 200, 220
 

@@ -41,7 +41,9 @@ def encode(x, family=ENCODER, model=nested, args=(), kwargs=None, seed=1):
     units = family.measure(study.template, {"x": np.linspace(-2, 2, 100, dtype=np.float32)}, arguments)
     branch = fixed_branch({plate.name: jnp.arange(plate.size) for plate in study.template.plates})
     glimpse = Glimpse(study, arguments, branch, observations.arrays)
-    whole, _ = family.encode(weights._replace(shared=jnp.asarray(weights.shared), memory={}), units, glimpse)
+    whole, _ = jax.jit(lambda shared: family.encode(weights._replace(shared=shared, memory={}), units, glimpse))(
+        weights.shared
+    )
     flat = jnp.asarray(weights.shared[family._layout(study.template).size :])
     tiled = looking.encode_study(family.encodings, study, arguments, observations.arrays, units, flat)
     return whole, tiled
@@ -72,12 +74,13 @@ def test_attention_does_not_depend_on_chunks_and_ignores_the_absent(monkeypatch)
     transformer = attention.SetTransformer(rng, 8, 2, 3)
     members = jnp.asarray(rng.normal(size=(11, 8)), jnp.float32)
     present = jnp.arange(11) < 7
-    whole = transformer(members, present)
-    np.testing.assert_allclose(transformer(members[:7], jnp.ones(7, bool)), whole, atol=1e-5)
-    np.testing.assert_allclose(transformer(members.at[7:].set(1e6), present), whole, atol=1e-5)
+    run = jax.jit(transformer)
+    whole = run(members, present)
+    np.testing.assert_allclose(run(members[:7], jnp.ones(7, bool)), whole, atol=1e-5)
+    np.testing.assert_allclose(run(members.at[7:].set(1e6), present), whole, atol=1e-5)
+    assert np.isfinite(run(members, jnp.zeros(11, bool))).all()
     monkeypatch.setattr(attention, "CHUNK", 4)
-    np.testing.assert_allclose(transformer(members, present), whole, atol=1e-5)
-    assert np.isfinite(transformer(members, jnp.zeros(11, bool))).all()
+    np.testing.assert_allclose(jax.jit(lambda *given: transformer(*given))(members, present), whole, atol=1e-5)
 
 
 def test_missing_elements_do_not_count():
@@ -185,7 +188,9 @@ def test_moving_summaries_find_the_moments_of_all_children():
     units = family.measure(study.template, observations.arrays, arguments)
     everyone = {plate.name: jnp.arange(plate.size) for plate in study.template.plates}
     glimpse = Glimpse(study, arguments, fixed_branch(everyone), observations.arrays)
-    expected, _ = family.encode(weights._replace(memory={}), units, glimpse)
+    expected, _ = jax.jit(lambda shared: family.encode(weights._replace(shared=shared, memory={}), units, glimpse))(
+        weights.shared
+    )
 
     @jax.jit
     def visit(memory, key):

@@ -118,11 +118,11 @@ def test_an_unknown_experiment_is_refused():
     assert "figure-9" in result.output
 
 
-def test_committed_results_make_the_committed_page(tmp_path):
-    """docs/results.md is what the command writes from results/, to the letter."""
+@pytest.mark.parametrize(("folder", "page"), [("results", "results.md"), ("results/full", "results_full.md")])
+def test_committed_results_make_the_committed_page(tmp_path, folder, page):
+    """Pages of results are what the command writes from the CSVs, to the letter."""
     root = Path(__file__).parent.parent
-    page = tmp_path / "results.md"
-    report.write(root / "results", page)
-    assert page.read_text() == (root / "docs" / "results.md").read_text()
-    assert {path.stem for path in (root / "results").glob("*.csv")} <= set(experiments.NAMES)
-    assert all(row["device"] for path in (root / "results").glob("*.csv") for row in read(path))
+    report.write(root / folder, tmp_path / page)
+    assert (tmp_path / page).read_text() == (root / "docs" / page).read_text()
+    assert {path.stem for path in (root / folder).glob("*.csv")} <= set(experiments.NAMES)
+    assert all(row["device"] for path in (root / folder).glob("*.csv") for row in read(path))

@@ -17,14 +17,23 @@ from pavi.errors import PaviError
 from pavi.experiments import methods
 from pavi.experiments.measuring import evaluated, fitted, trained
 from pavi.experiments.methods import Method
-from pavi.experiments.problems import gaussian_mixture, gre, gre_evidence, hierarchical_variance, simulate, simulate_gre
+from pavi.experiments.problems import (
+    REGIMES,
+    gaussian_mixture,
+    gre,
+    gre_evidence,
+    hierarchical_variance,
+    simulate,
+    simulate_gre,
+)
 from pavi.experiments.records import Row, Table
 from pavi.experiments.together import fitted_together
 from pavi.models import parcellation, simulate_cohort
 from pavi.posterior import Posterior
 
 # Points per group and the noise of a point, which the paper leaves open; and its feature size.
-GRE_POINTS, GRE_SIGMA, GRE_DIM = 10, 0.3, 2
+GRE_POINTS, GRE_SIGMA = REGIMES["informative"]
+GRE_DIM = 2
 # Groups, and how many of them a step takes.
 GRE_GROUPS = {2: 1, 20: 5, 200: 20, 2_000: 20, 20_000: 20}
 SMALL_CORTEX = {"num_subjects": 5, "num_sessions": 6, "num_vertices": 12, "num_features": 4, "num_networks": 7}
@@ -71,6 +80,8 @@ def compare(name: str, table: Table, datasets: int, seeds: int, progress: bool, 
                     table.add([row])
                 bar.update()
             return
+        # Long jobs first; the same compiled code for another seed later.
+        jobs.sort(key=lambda job: (not CHOSEN[name]()[job.method].amortized, job.pairs[0][1]))
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
             for future in as_completed([pool.submit(_work_elsewhere, job) for job in jobs]):
                 table.add(future.result())
@@ -90,8 +101,11 @@ def _jobs(name: str, number: int, problem: Problem, table: Table, datasets: int,
             for dataset in range(datasets)
             if not table.has(**key, seed=seed, dataset=dataset)
         ]
-        if missing and (settings.amortized or together):
-            yield Job(name, number, method, tuple(missing), together)
+        if settings.amortized:
+            for seed in sorted({seed for _, seed in missing}):
+                yield Job(name, number, method, tuple(pair for pair in missing if pair[1] == seed), False)
+        elif together and missing:
+            yield Job(name, number, method, tuple(missing), True)
         else:
             yield from (Job(name, number, method, (pair,), False) for pair in missing)
 
@@ -128,7 +142,7 @@ def runs(
         found = fitted_together(problem.model, data, method.family, **settings)
     else:
         found = (
-            fitted(problem.model, {problem.observed: drawn[number]}, method.family, seed, **settings)
+            fitted(problem.model, {problem.observed: drawn[number]}, method.family, seed, starts=method.starts, **settings)
             for number, seed in pairs
         )
     for pair, (row, posterior) in zip(pairs, found, strict=True):

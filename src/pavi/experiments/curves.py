@@ -10,22 +10,22 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from pavi.encodings import FreeEncodings, SetEncoder
-from pavi.experiments.problems import gre, gre_evidence, simulate_gre
+from pavi.experiments.problems import REGIMES, gre, gre_evidence, simulate_gre
 from pavi.experiments.records import Row, Table
 from pavi.experiments.stepwise import elbos
 from pavi.families import PAVI, Family, UnamortizedFlows
 from pavi.flows import MAF
 
-DIM, POINTS, SIGMA = 8, 10, 0.3
-DRAWS = 64
+DIM, DRAWS = 8, 64
 
 
 class Curve(NamedTuple):
-    """One line of a figure: a family trained with some groups in every step, and for how long at most."""
+    """One line of a figure: a family trained with some groups in every step, for how long, and how much data say."""
 
     family: Family
     batch: int
     steps: int
+    regime: str = "informative"
 
 
 class Figure(NamedTuple):
@@ -39,14 +39,12 @@ def convergence() -> Figure:
     Encodings have the library's sizes: 128 numbers, as in the paper, make the same rate of learning a much longer step.
     """
     flow = MAF((32, 32))
-    return Figure(
-        100,
-        {
-            "PAVI-F": Curve(PAVI(flow=flow), 2, 20_000),
-            "PAVI-E": Curve(PAVI(SetEncoder(), flow), 2, 3_000),
-            "one flow per group": Curve(UnamortizedFlows(flow), 2, 100_000),
-        },
-    )
+    free, single = PAVI(flow=flow), UnamortizedFlows(flow)
+    curves = {"PAVI-E, informative": Curve(PAVI(SetEncoder(), flow), 2, 3_000)}
+    for regime, longest in (("informative", 30_000), ("balanced", 30_000), ("weak", 60_000)):
+        curves[f"PAVI-F, {regime}"] = Curve(free, 2, 10_000, regime)
+        curves[f"one flow per group, {regime}"] = Curve(single, 2, longest, regime)
+    return Figure(100, curves)
 
 
 def encoding_sizes() -> Figure:
@@ -57,9 +55,11 @@ def encoding_sizes() -> Figure:
 
 def reduced_plates() -> Figure:
     """From 1 to all of 20 groups in every step (`fig:card_redu`)."""
-    free, encoder = PAVI(FreeEncodings(8), MAF((32, 32))), PAVI(SetEncoder(), MAF((32, 32)))
+    flow = MAF((32, 32))
+    free, encoder, plain = PAVI(FreeEncodings(8), flow), PAVI(SetEncoder(), flow), PAVI(SetEncoder(memory=1.0), flow)
     curves = {f"PAVI-F, {batch} of 20": Curve(free, batch, 5_000) for batch in (1, 2, 4, 8, 16, 20)}
-    return Figure(20, curves | {f"PAVI-E, {batch} of 20": Curve(encoder, batch, 2_000) for batch in (1, 2, 8, 20)})
+    curves |= {f"PAVI-E, {batch} of 20": Curve(encoder, batch, 2_000) for batch in (1, 2, 8, 20)}
+    return Figure(20, curves | {f"PAVI-E that sees {batch} of 20": Curve(plain, batch, 2_000) for batch in (1, 2, 8)})
 
 
 def trace(figure: Figure, table: Table, datasets: int, progress: bool) -> None:
@@ -71,11 +71,12 @@ def trace(figure: Figure, table: Table, datasets: int, progress: bool) -> None:
 
 
 def _curve(groups: int, name: str, curve: Curve, number: int) -> list[Row]:
-    x = simulate_gre(groups, POINTS, SIGMA, DIM, 1000 + number)
-    exact = round(gre_evidence(x, SIGMA), 3)
+    points, sigma = REGIMES[curve.regime]
+    x = simulate_gre(groups, points, sigma, DIM, 1000 + number)
+    exact = round(gre_evidence(x, sigma), 3)
     at: Sequence[int] = np.unique(np.geomspace(10, curve.steps, 40).astype(int)).tolist()
-    batch = {"group": curve.batch, "point": POINTS}
-    found = elbos(gre(groups, POINTS, SIGMA, DIM), {"x": x}, curve.family, batch, at, seed=number, samples=DRAWS)
+    batch = {"group": curve.batch, "point": points}
+    found = elbos(gre(groups, points, sigma, DIM), {"x": x}, curve.family, batch, at, seed=number, samples=DRAWS)
     return [
         {"method": name, "dataset": number, "step": step, "elbo": round(elbo, 3), "exact": exact} for step, elbo in found
     ]

@@ -13,6 +13,8 @@ import numpyro
 import numpyro.distributions as dist
 
 SIGMA_1, SIGMA_2 = 1.0, 2.0
+# Points per group and their noise.
+REGIMES = {"informative": (10, 0.3), "balanced": (5, 1.0), "weak": (3, 3.0)}
 
 
 def gre(num_groups: int, num_points: int, sigma_x: float, dim: int) -> Callable:
