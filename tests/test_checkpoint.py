@@ -20,6 +20,7 @@ import pavi
 from pavi import checkpoint
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
+FAMILY = pavi.PAVI(flow=pavi.Affine())
 
 
 def model():
@@ -30,9 +31,9 @@ def model():
             numpyro.sample("x", dist.Normal(theta, 1))
 
 
-def fit(folder=None, **settings):
-    settings = {"batch": {"group": 5}, "steps": 300, "progress_bar": False} | settings
-    return pavi.fit(model, {"x": X}, checkpoint=folder, **settings)
+def fit(folder=None, x=X, **settings):
+    settings = {"family": FAMILY, "batch": {"group": 5}, "steps": 300, "progress_bar": False} | settings
+    return pavi.fit(model, {"x": x}, checkpoint=folder, **settings)
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_bad_folders_are_refused(tmp_path, often):
     with pytest.raises(pavi.LoadError, match=r"another fit. Its batch"):
         fit(tmp_path / "a", steps=50, batch={"group": 6})
     with pytest.raises(pavi.LoadError, match=r"another fit. Its data"):
-        pavi.fit(model, {"x": X + 1}, checkpoint=tmp_path / "a", batch={"group": 5}, steps=50, progress_bar=False)
+        fit(tmp_path / "a", steps=50, x=X + 1)
     with pytest.raises(pavi.LoadError, match=r"another fit. Its starting values"):
         fit(tmp_path / "a", steps=50, init={"mu": 1.0})
     with pytest.raises(pavi.LoadError, match=r"another fit. Its optimizer"):

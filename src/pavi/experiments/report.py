@@ -26,9 +26,9 @@ def write(folder: Path, page: Path) -> None:
     parts: Lines = [
         "# The paper's experiments, run again",
         "",
-        f"This page is written by `pavi reproduce report` from the CSVs in `{_plain(folder)}`, which `pavi reproduce NAME` "
-        "fills; `pavi reproduce all` runs every one. Raw ELBOs are not comparable with the paper's, which leaves noise scales "
-        "and points per group open; gaps to the exact evidence and ratios are.",
+        f"This page is written by `pavi reproduce report` from the CSVs in `{_plain(folder)}`, which "
+        "`pavi reproduce NAME` fills; `pavi reproduce all` runs every one. Raw ELBOs are not comparable with the paper's, "
+        "which leaves noise scales and points per group open; gaps to the exact evidence and ratios are.",
         "",
     ]
     for name, section in SECTIONS.items():
