@@ -31,6 +31,7 @@ ORDER = [
     "checkpoint",
     "reading",
     "planning",
+    "setting",
     "storage",
     "tiles",
     "passes",

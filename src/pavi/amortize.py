@@ -30,10 +30,11 @@ from pavi.compiling import quick_jit
 from pavi.elbo import weigh
 from pavi.errors import LoadError, ModelError, SettingError
 from pavi.families import PAVI, CascadingFlows, Glimpse, Joint, Units, Weights
-from pavi.fitting import Setting, refine
+from pavi.fitting import refine
 from pavi.posterior import Posterior, seed_of
 from pavi.reading import check_batch, read_saved_template, read_study, split_arguments, with_encoder
 from pavi.schedule import Schedule, Stop
+from pavi.setting import Setting
 from pavi.stepping import Inputs, State, default_optimizers, first_state, prior_units
 from pavi.template import Template
 from pavi.tracing import read_template

@@ -13,10 +13,11 @@ from jaxtyping import PRNGKeyArray
 
 from pavi.data import observe, usual_runs
 from pavi.families import PAVI, Family
-from pavi.fitting import Fit, Setting, fit_study
+from pavi.fitting import Fit, fit_study
 from pavi.planning import Place, device_memory, folder_of, make_plan
 from pavi.posterior import seed_of
 from pavi.reading import check_batch, check_counts, check_runs, read_model
+from pavi.setting import Setting
 from pavi.sharding import number_of
 from pavi.starting import unconstrain, usual_starts
 

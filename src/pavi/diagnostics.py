@@ -20,9 +20,10 @@ from pavi.data import Observations
 from pavi.encodings import FreeEncodings
 from pavi.errors import SettingError
 from pavi.families import PAVI, Family
-from pavi.fitting import Setting, fit_study
+from pavi.fitting import fit_study
 from pavi.posterior import seed_of
 from pavi.reading import check_batch, split_arguments, usual_batch, with_encoder
+from pavi.setting import Setting
 from pavi.tracing import read_template
 
 # Most members per plate of the small instance, and the share of them that a step sees at least.

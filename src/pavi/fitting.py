@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -18,16 +16,16 @@ import xarray as xr
 from jaxtyping import PRNGKeyArray
 
 from pavi import storage
-from pavi.branch import fit_runs
 from pavi.cascade import Study
-from pavi.checkpoint import Keeper, Progress, digest
-from pavi.data import Observations, some_of
+from pavi.checkpoint import Keeper, Progress
+from pavi.data import Observations
 from pavi.errors import LoadError, ModelError, SettingError
 from pavi.families import Family, Reading, Units, Weights
 from pavi.posterior import Posterior, seed_of
-from pavi.reading import members_per_step, read_saved_template, read_study, split_arguments
+from pavi.reading import read_saved_template, read_study, split_arguments
 from pavi.schedule import Schedule, Stop
-from pavi.sharding import Sharded, gathered, sharded
+from pavi.setting import Setting, identity_of, problem_of, runner_of
+from pavi.sharding import gathered
 from pavi.stepping import Inputs, Problem, State, default_optimizers, place
 from pavi.streaming import runner
 from pavi.train import Trained, best_start, history_of, prepare, report, started_units, train
@@ -201,36 +199,16 @@ def _matched(old: Observations, new: Observations, plate: str, old_size: int, si
     return np.where(index < old_size, index, -1)
 
 
-class Setting(NamedTuple):
-    """How to train: what `fit` was told."""
-
-    family: Family
-    batch: Mapping[str, int] | None
-    steps: int | None
-    num_particles: int
-    optimizer: optax.GradientTransformation | None
-    seed: np.ndarray
-    progress_bar: bool
-    started: float
-    starts: int = 1
-    values: Mapping[str, Any] = MappingProxyType({})
-    checkpoint: str | os.PathLike | None = None
-    devices: int | Mapping[str, int] | None = None
-    runs: Mapping[str, int] | None = None
-    rows_on_host: bool = False
-    folder: str | None = None
-
-
 def fit_study(study: Study, arguments: Any, observations: Observations, setting: Setting) -> Fit:
     """Trains from scratch on a study that has been read; again and slower where too many steps were not finite."""
     family, optimizer = setting.family, setting.optimizer
     optimizers = default_optimizers(family.row_rate) if optimizer is None else (optimizer, optimizer)
     for pace in PACES:
-        problem, schedule = _problem(study, setting, optimizers, pace == PACES[0], pace)
+        problem, schedule = problem_of(study, setting, optimizers, pace == PACES[0], pace)
         inputs, state = prepare(problem, arguments, observations, setting.seed, schedule.short)
-        run = _runner(problem, observations, schedule)
+        run = runner_of(problem, observations, schedule)
         keeper = (
-            None if setting.checkpoint is None else Keeper(setting.checkpoint, _identity(problem, setting, observations))
+            None if setting.checkpoint is None else Keeper(setting.checkpoint, identity_of(problem, setting, observations))
         )
         progress = None if keeper is None else keeper.read(inputs, state, schedule)
         if progress is not None and progress.stop is not None and progress.stop is not Stop.INTERRUPTED:
@@ -282,47 +260,6 @@ def _train(
     return train(problem, inputs, state, schedule, started, setting.progress_bar, before, write, run)
 
 
-def _runner(problem: Problem, observations: Observations, schedule: Schedule) -> Callable[..., tuple[State, Any]]:
-    """What runs a chunk of steps: on one device or several, with data on it or elsewhere."""
-    if problem.shards is None:
-        return runner(problem, observations.stored, schedule.short)
-    if observations.stored:
-        raise SettingError(f"devices=...: the data of {sorted(observations.stored)} are stored elsewhere. Load them first.")
-    if problem.hosted:
-        raise SettingError("devices=...: rows lie on the devices; placement='host' is for a single one.")
-    return Sharded(problem)
-
-
-def _identity(problem: Problem, setting: Setting, observations: Observations) -> dict[str, str]:
-    """What two calls of `fit` must agree in for one to go on where the other stopped."""
-    return {
-        "model": str(problem.template),
-        "family": repr(problem.family),
-        "batch": str(dict(problem.batch)),
-        "runs": str(dict(problem.runs)),
-        "optimizer": "the default" if setting.optimizer is None else _recipe(setting.optimizer),
-        "steps": str(setting.steps),
-        "number of particles": str(problem.num_particles),
-        "number of starts": str(setting.starts),
-        "random key": str(setting.seed.tolist()),
-        "starting values": digest([np.asarray(start.value) for _, start in sorted(setting.values.items())]),
-        "data": digest(some_of(problem.template, observations)),
-    }
-
-
-def _recipe(optimizer: optax.GradientTransformation) -> str:
-    """What can be told of an optimizer: which functions it is made of, and with which numbers."""
-
-    def told(value: Any) -> str:
-        cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
-        name = getattr(value, "__qualname__", None)
-        if name is None:
-            return ", ".join(map(told, value)) if isinstance(value, tuple) else str(value)
-        return f"{name}({', '.join(told(cell) for cell in cells)})"
-
-    return told(tuple(optimizer))
-
-
 def refine(
     study: Study,
     arguments: Any,
@@ -335,7 +272,7 @@ def refine(
     """Trains on from given weights; with `frozen`, only the rows."""
     optimizer, row_optimizer = default_optimizers(setting.family.row_rate)
     optimizers = (optax.set_to_zero() if frozen else optimizer, row_optimizer)
-    problem, schedule = _problem(study, setting, optimizers, early=False, pace=1.0)
+    problem, schedule = problem_of(study, setting, optimizers, early=False, pace=1.0)
     paces = np.ones(weights.shared.shape, weights.shared.dtype)
     row_paces = dict.fromkeys(weights.rows, np.float32(1.0))
     inputs = Inputs(arguments, observations.arrays, units, paces, row_paces)
@@ -347,24 +284,6 @@ def refine(
     trained = train(problem, inputs, state, schedule, setting.started, setting.progress_bar, run=run)
     report(trained)
     return _finish(problem, inputs, observations, trained)
-
-
-def _problem(study: Study, setting: Setting, optimizers: tuple, early: bool, pace: float) -> tuple[Problem, Schedule]:
-    chosen, load = members_per_step(study.template, setting.batch, setting.num_particles)
-    chosen, runs = fit_runs({plate.name: plate.size for plate in study.template.plates}, chosen, setting.runs or {})
-    problem = Problem(study, setting.family, tuple(chosen.items()), setting.num_particles, *optimizers)
-    problem = dataclasses.replace(problem, runs=tuple(runs.items()))
-    if setting.rows_on_host:
-        levels = frozenset(level for level in setting.family.shapes(study.template, problem.whole).rows if level)
-        problem = dataclasses.replace(problem, hosted=levels, folder=setting.folder)
-    if setting.devices is not None:
-        if runs:
-            raise SettingError(
-                f"runs={runs}: members are drawn one by one on several devices. Leave out `runs` or `devices`."
-            )
-        problem = sharded(problem, setting.devices)
-    decays = setting.optimizer is None
-    return problem, Schedule(study.template, chosen, setting.steps, decays=decays, load=load, early=early, pace=pace)
 
 
 def _finish(problem: Problem, inputs: Inputs, observations: Observations, trained: Trained) -> Fit:

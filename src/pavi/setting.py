@@ -1,0 +1,104 @@
+"""What a fit was told, and what follows from it: the problem to step through, how to run it, and what makes it the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import optax
+
+from pavi.branch import fit_runs
+from pavi.cascade import Study
+from pavi.checkpoint import digest
+from pavi.data import Observations, some_of
+from pavi.errors import SettingError
+from pavi.families import Family
+from pavi.reading import members_per_step
+from pavi.schedule import Schedule
+from pavi.sharding import Sharded, sharded
+from pavi.stepping import Problem, State
+from pavi.streaming import runner
+
+
+class Setting(NamedTuple):
+    """How to train: what `fit` was told."""
+
+    family: Family
+    batch: Mapping[str, int] | None
+    steps: int | None
+    num_particles: int
+    optimizer: optax.GradientTransformation | None
+    seed: np.ndarray
+    progress_bar: bool
+    started: float
+    starts: int = 1
+    values: Mapping[str, Any] = MappingProxyType({})
+    checkpoint: str | os.PathLike | None = None
+    devices: int | Mapping[str, int] | None = None
+    runs: Mapping[str, int] | None = None
+    rows_on_host: bool = False
+    folder: str | None = None
+
+
+def problem_of(study: Study, setting: Setting, optimizers: tuple, early: bool, pace: float) -> tuple[Problem, Schedule]:
+    """The problem that a setting poses for a study, and its schedule. Rates start high with `early`, all times `pace`."""
+    chosen, load = members_per_step(study.template, setting.batch, setting.num_particles)
+    chosen, runs = fit_runs({plate.name: plate.size for plate in study.template.plates}, chosen, setting.runs or {})
+    problem = Problem(study, setting.family, tuple(chosen.items()), setting.num_particles, *optimizers)
+    problem = dataclasses.replace(problem, runs=tuple(runs.items()))
+    if setting.rows_on_host:
+        levels = frozenset(level for level in setting.family.shapes(study.template, problem.whole).rows if level)
+        problem = dataclasses.replace(problem, hosted=levels, folder=setting.folder)
+    if setting.devices is not None:
+        if runs:
+            raise SettingError(
+                f"runs={runs}: members are drawn one by one on several devices. Leave out `runs` or `devices`."
+            )
+        problem = sharded(problem, setting.devices)
+    decays = setting.optimizer is None
+    return problem, Schedule(study.template, chosen, setting.steps, decays=decays, load=load, early=early, pace=pace)
+
+
+def runner_of(problem: Problem, observations: Observations, schedule: Schedule) -> Callable[..., tuple[State, Any]]:
+    """What runs a chunk of steps: on one device or several, with data on it or elsewhere."""
+    if problem.shards is None:
+        return runner(problem, observations.stored, schedule.short)
+    if observations.stored:
+        raise SettingError(f"devices=...: the data of {sorted(observations.stored)} are stored elsewhere. Load them first.")
+    if problem.hosted:
+        raise SettingError("devices=...: rows lie on the devices; placement='host' is for a single one.")
+    return Sharded(problem)
+
+
+def identity_of(problem: Problem, setting: Setting, observations: Observations) -> dict[str, str]:
+    """What two calls of `fit` must agree in for one to go on where the other stopped."""
+    return {
+        "model": str(problem.template),
+        "family": repr(problem.family),
+        "batch": str(dict(problem.batch)),
+        "runs": str(dict(problem.runs)),
+        "optimizer": "the default" if setting.optimizer is None else _recipe(setting.optimizer),
+        "steps": str(setting.steps),
+        "number of particles": str(problem.num_particles),
+        "number of starts": str(setting.starts),
+        "random key": str(setting.seed.tolist()),
+        "starting values": digest([np.asarray(start.value) for _, start in sorted(setting.values.items())]),
+        "data": digest(some_of(problem.template, observations)),
+    }
+
+
+def _recipe(optimizer: optax.GradientTransformation) -> str:
+    """What can be told of an optimizer: which functions it is made of, and with which numbers."""
+
+    def told(value: Any) -> str:
+        cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        name = getattr(value, "__qualname__", None)
+        if name is None:
+            return ", ".join(map(told, value)) if isinstance(value, tuple) else str(value)
+        return f"{name}({', '.join(told(cell) for cell in cells)})"
+
+    return told(tuple(optimizer))
