@@ -119,6 +119,24 @@ def wide():
     return pavi.PAVI(flow=Wide("diag", ()))
 
 
+@pytest.mark.parametrize("height", [1e12, 1e25])
+def test_gradients_out_of_all_proportion_do_not_freeze_the_fit(height):
+    """Adam would take a thousand steps to forget their squares; those that overflow it would never forget."""
+
+    def model():
+        mu = numpyro.sample("mu", dist.Normal(0, 2))
+        with numpyro.plate("group", 4):
+            numpyro.sample("x", dist.Normal(mu, 1))
+        numpyro.factor("cliff", -height * jnp.maximum(mu - 3.4, 0.0))  # more than three sd off: reached early on
+
+    family = pavi.PAVI(flow=pavi.Affine())
+    result = pavi.fit(model, {"x": np.full(4, 1.9, np.float32)}, steps=600, progress_bar=False, family=family)
+    assert (result.history["elbo"] < -0.01 * height).any()
+    mean, sd = result.moments()["mu"].values
+    assert abs(mean - 7.6 / 4.25) < 0.05
+    assert abs(sd * 4.25**0.5 - 1) < 0.05
+
+
 def test_a_fit_that_keeps_failing_stops_with_a_reason():
     def model():
         mu = numpyro.sample("mu", dist.Normal(0, 2))

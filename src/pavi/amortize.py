@@ -74,7 +74,7 @@ class Simulations:
             return -values.mean()
 
         value, grad = jax.value_and_grad(loss)(state.weights.shared)
-        finite = jnp.isfinite(value) & jnp.isfinite(grad).all()
+        finite = jnp.isfinite(value) & jnp.isfinite(grad * grad).all()  # Adam keeps squares
         updates, optimizer = self.optimizer.update(grad, state.optimizer, state.weights.shared)
         kept = functools.partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
         shared = kept(state.weights.shared + rate * updates, state.weights.shared)

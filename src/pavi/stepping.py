@@ -30,12 +30,31 @@ from pavi.families import Family, Glimpse, Joint, Units, Weights
 from pavi.sources import Stored
 from pavi.template import Level, Site, Template
 
-# Adam with a short memory of squared gradients: they fall by orders of magnitude as the posterior narrows.
-ADAM = optax.scale_by_adam(b1=0.9, b2=0.95)
+# A number of a gradient counts as at most this many times what it usually is: a draw far off its posterior may have one that
+# is larger by many orders, and Adam would take no more steps until it has forgotten it.
+LARGEST_SURPRISE = 30.0
 SHARED_RATE = 5e-3
 PRIOR_DRAWS = 256
 # Name of the axis of devices.
 SHARD = "shard"
+
+
+def _adam(b1: float, b2: float) -> optax.GradientTransformation:
+    """Adam that is not thrown by a few gradients out of all proportion."""
+    plain = optax.scale_by_adam(b1=b1, b2=b2)
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        def bounded(grad: Array, square: Array) -> Array:
+            usual = jnp.sqrt(square / (1 - b2**state.count))
+            return jnp.where(square > 0, jnp.clip(grad, -LARGEST_SURPRISE * usual, LARGEST_SURPRISE * usual), grad)
+
+        return plain.update(jax.tree.map(bounded, grads, state.nu), state, params)
+
+    return optax.GradientTransformation(plain.init, update)
+
+
+# With a short memory of squared gradients: they fall by orders of magnitude as the posterior narrows.
+ADAM = _adam(b1=0.9, b2=0.95)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,8 +281,9 @@ def step(
         state.weights.shared, rows
     )
     value, shared_grad, row_grads = _summed(problem, value, shared_grad, row_grads)
-    # Zero times a number is zero exactly when the number is finite.
-    finite = jnp.isfinite(value + sum((0.0 * leaf).sum() for leaf in jax.tree.leaves((shared_grad, row_grads))))
+    # Zero times a number is zero exactly when the number is finite. Squares must be too: Adam keeps them, and never forgets
+    # one that is not.
+    finite = jnp.isfinite(value + sum((0.0 * (leaf * leaf)).sum() for leaf in jax.tree.leaves((shared_grad, row_grads))))
     if problem.shards is not None:
         finite = jax.lax.pmin(finite.astype(jnp.int32), SHARD) > 0
 
