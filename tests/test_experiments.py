@@ -64,7 +64,7 @@ def test_a_comparison_runs_what_is_missing_and_notes_what_cannot_be(tmp_path, mo
     }
     monkeypatch.setitem(comparing.PROBLEMS, "scaling", lambda: [comparing.scaling(2)])
     monkeypatch.setitem(comparing.CHOSEN, "scaling", lambda: chosen)
-    monkeypatch.setattr(comparing, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(count))
+    monkeypatch.setattr(comparing, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(1))
     table = Table(tmp_path / "scaling.csv")
     comparing.compare("scaling", table, 1, 1, progress=False, processes=2)
     assert {row["method"] for row in table.rows} == {"mean field", "amortized"}
