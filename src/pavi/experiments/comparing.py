@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -15,7 +16,7 @@ from tqdm.auto import tqdm
 
 from pavi.errors import PaviError
 from pavi.experiments import methods
-from pavi.experiments.measuring import evaluated, fitted, trained
+from pavi.experiments.measuring import evaluated, fitted, forget_compiled, trained
 from pavi.experiments.methods import Method
 from pavi.experiments.problems import (
     REGIMES,
@@ -75,10 +76,12 @@ def compare(name: str, table: Table, datasets: int, seeds: int, progress: bool, 
     jobs = [job for number, problem in problems for job in _jobs(name, number, problem, table, datasets, seeds)]
     with tqdm(total=len(jobs), desc=name, disable=not progress, dynamic_ncols=True) as bar:
         if processes == 1:
-            for job in jobs:
-                for row in work(job):
-                    table.add([row])
-                bar.update()
+            for _, same in itertools.groupby(jobs, key=lambda job: (job.problem, job.method)):
+                forget_compiled()
+                for job in same:
+                    for row in work(job):
+                        table.add([row])
+                    bar.update()
             return
         # Long jobs first; the same compiled code for another seed later.
         jobs.sort(key=lambda job: (not CHOSEN[name]()[job.method].amortized, job.pairs[0][1]))
@@ -125,7 +128,9 @@ def work(job: Job) -> Iterator[Row]:
 
 
 def _work_elsewhere(job: Job) -> list[Row]:
-    return list(work(job))
+    rows = list(work(job))
+    forget_compiled()
+    return rows
 
 
 def runs(

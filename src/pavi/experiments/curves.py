@@ -10,6 +10,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from pavi.encodings import FreeEncodings, SetEncoder
+from pavi.experiments.measuring import forget_compiled
 from pavi.experiments.problems import REGIMES, gre, gre_evidence, simulate_gre
 from pavi.experiments.records import Row, Table
 from pavi.experiments.stepwise import elbos
@@ -68,6 +69,7 @@ def trace(figure: Figure, table: Table, datasets: int, progress: bool) -> None:
     missing = [job for job in jobs if not table.has(method=job[0], dataset=job[1])]
     for name, number in tqdm(missing, desc="curves", disable=not progress, dynamic_ncols=True):
         table.add(_curve(figure.groups, name, figure.curves[name], number))
+        forget_compiled()
 
 
 def _curve(groups: int, name: str, curve: Curve, number: int) -> list[Row]:

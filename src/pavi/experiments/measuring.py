@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from pavi.amortize import amortize
@@ -19,6 +21,12 @@ ELBO_DRAWS = 1000
 # A run has reached its plateau when its ELBO, smoothed over this share of its steps, is short of its mean over the last
 # fifth by no more than this many nats per latent number, beyond twice the noise of that fifth.
 SMOOTHED, LAST, SHORT = 0.02, 0.2, 0.01
+
+
+def forget_compiled() -> None:
+    """Frees compiled code. A process that runs everything one after the other would otherwise run out of memory maps."""
+    jax.clear_caches()
+    gc.collect()
 
 
 def plateau(elbos: np.ndarray, seconds: np.ndarray, latents: int) -> float:

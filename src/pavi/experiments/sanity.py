@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 
 from pavi.experiments import methods
 from pavi.experiments.comparing import GRE_SIGMA, runs, scaling
+from pavi.experiments.measuring import forget_compiled
 from pavi.experiments.problems import gre_posterior
 from pavi.experiments.records import Table
 
@@ -30,6 +31,7 @@ def check(table: Table, draws: Path, datasets: int, progress: bool) -> None:
         missing = [number for number in range(datasets) if not table.has(method=name, dataset=number)]
         if not missing:  # an amortized method would be trained for nothing
             continue
+        forget_compiled()
         for (number, _), posterior, _ in runs(problem, method, [(number, 0) for number in missing]):
             x = problem.draw(number)
             found = posterior.sample(DRAWN, sites=["mu", "theta"])
