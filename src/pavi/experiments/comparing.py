@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -115,7 +116,7 @@ def _jobs(name: str, number: int, problem: Problem, table: Table, datasets: int,
 
 def work(job: Job) -> Iterator[Row]:
     """Does a job; the rows it gives."""
-    problem, method = PROBLEMS[job.experiment]()[job.problem], CHOSEN[job.experiment]()[job.method]
+    problem, method = _built(PROBLEMS[job.experiment])[job.problem], CHOSEN[job.experiment]()[job.method]
     key = {"variant": problem.variant, "method": job.method}
     try:
         for (number, seed), posterior, row in runs(problem, method, job.pairs, job.together):
@@ -125,6 +126,12 @@ def work(job: Job) -> Iterator[Row]:
         empty = {"elbo": "", "stderr": "", "weights": "", "steps": "", "seconds": "", "plateau_seconds": "", "exact": ""}
         note = str(error).split(". ")[0]
         yield from ({**key, "dataset": number, "seed": seed, "note": note, **empty} for number, seed in job.pairs)
+
+
+@functools.cache
+def _built(problems: Callable[[], list[Problem]]) -> list[Problem]:
+    """The problems of an experiment, built once: compiled code is found again for the same model only."""
+    return problems()
 
 
 def _work_elsewhere(job: Job) -> list[Row]:
