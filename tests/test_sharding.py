@@ -54,7 +54,7 @@ def test_with_all_members_in_a_step_eight_devices_do_what_one_does(one):
 
 
 def test_with_some_members_in_a_step_the_posterior_is_the_same_within_noise():
-    eight, one = result(start(8, 8, 2000)), on_one_device(8, 2000)
+    eight, one = result(start(8, 8, 1200)), on_one_device(8, 1200)
     assert eight["skipped"] == 0
     assert abs(eight["elbo"] - one.elbo(256).mean) < 0.1
     np.testing.assert_allclose(eight["mu"][0], one.moments(num_samples=200)["mu"].values[0], atol=0.1)

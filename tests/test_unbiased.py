@@ -14,7 +14,7 @@ from unbiasedness import CASES, compare
 
 @pytest.mark.parametrize(
     "family",
-    [pavi.PAVI(flow=pavi.Affine("tril")), pavi.baselines.UnamortizedFlows(flow=pavi.MAF(hidden=(8,)))],
+    [pavi.PAVI(flow=pavi.Affine("tril")), pavi.baselines.UnamortizedFlows(flow=pavi.Affine())],
     ids=["PAVI", "SVI"],
 )
 @pytest.mark.parametrize("case", CASES)

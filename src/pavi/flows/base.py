@@ -164,7 +164,7 @@ class Perceptron(eqx.Module):
         layers = []
         for k, (n, m) in enumerate(itertools.pairwise(sizes)):
             mask = None if masks is None else masks[k]
-            fan_in = n if mask is None else np.maximum(mask.sum(0), 1)
+            fan_in = max(n, 1) if mask is None else np.maximum(mask.sum(0), 1)
             last = k == len(sizes) - 2 and not open
             weight = np.zeros((n, m)) if last else rng.normal(size=(n, m)) * np.sqrt(2 / fan_in)
             layers.append(Linear(as_weight(weight), as_weight(np.zeros(m)), mask))
