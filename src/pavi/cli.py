@@ -39,9 +39,9 @@ def reproduce(
         )
     if processes > 1:  # they share a device
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    usual = experiments.FULL if full else experiments.USUAL
     chosen = {"all": experiments.NAMES, "report": ()}.get(name, (name,))
     for each in chosen:
+        usual = experiments.FULL if full else experiments.USUAL_OF.get(each, experiments.USUAL)
         experiments.run(
             each,
             out,

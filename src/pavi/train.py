@@ -130,16 +130,22 @@ def best_start(
     early = schedule.pace * early_rates(np.arange(HELD_STEPS + TRIAL_STEPS))
     data = {} if observations.stored else observations.arrays
     draws = draws_of_prior(problem.study, inputs.arguments, data, seed, {})
-    scores: list[float] = []
-    kept: list[tuple[Inputs, Array, dict]] = []
-    # Starts at some value share their first weights, which would tell more in so few steps than the values do.
-    weights_of = [0]
+    tries: list[tuple[float, Mapping[str, Start], int]] = []
 
-    def trial(state: State, tried: Inputs, first: int, count: int) -> tuple[State, np.ndarray]:
+    def stretch(state: State, tried: Inputs, first: int, count: int) -> tuple[State, np.ndarray]:
         rates = np.zeros(LONGEST_CHUNK, np.float32)
         rates[:count] = early[first : first + count] if schedule.decays else 1.0
         state, elbos = run(problem, tried, state, rates, np.int32(count))
         return state, np.asarray(elbos)[:count]
+
+    def attempt(values: Mapping[str, Start], state: State) -> tuple[float, Inputs, State]:
+        tried = inputs._replace(units=started_units(problem, inputs, data, seed, values))
+        # Let go at once, a latent is torn away by the flows of members, which start at random.
+        state, _ = stretch(state, _held(problem, tried, values), 0, HELD_STEPS)
+        tried = _paced(problem, tried, values, STARTED_PACE)
+        state, elbos = stretch(state, tried, HELD_STEPS, TRIAL_STEPS)
+        last = elbos[-SCORED_STEPS:].astype(np.float64)
+        return float(np.where(np.isfinite(last), last, -np.inf).mean()), tried, state
 
     # Starts are found while the steps are compiled. They need not have converged, nor all points be distinct.
     with warnings.catch_warnings(), ThreadPoolExecutor(1) as pool:
@@ -149,27 +155,21 @@ def best_start(
             for number in range(1, starts)
         ]
         for number in tqdm(range(starts), disable=not progress_bar, desc="starts", leave=False, dynamic_ncols=True):
-            tried, values = inputs, fixed
+            values, weights = fixed, 0
             if number:
                 values = {**finding[number - 1].result(), **fixed}
-                tried = inputs._replace(units=started_units(problem, inputs, data, seed, values))
-                weights_of.append(0 if values else number)
-                state = init(problem, observations.everything, seed, weights_of[-1])
-            # Let go at once, a latent is torn away by the flows of members, which start at random.
-            state, _ = trial(state, _held(problem, tried, values), 0, HELD_STEPS)
-            tried = _paced(problem, tried, values, STARTED_PACE)
-            state, elbos = trial(state, tried, HELD_STEPS, TRIAL_STEPS)
-            last = elbos[-SCORED_STEPS:].astype(np.float64)
-            scores.append(float(np.where(np.isfinite(last), last, -np.inf).mean()))
-            # Members' rows start over from the data: to keep them of several starts would take as much memory again.
-            outside_rows = {level: jnp.array(rows) for level, rows in state.weights.rows.items() if not level}
-            kept.append((tried, jnp.array(state.weights.shared), outside_rows))
-            del state
-    best = int(np.argmax(scores))
-    state = init(problem, observations.everything, seed, weights_of[best])
-    inputs, shared, outside_rows = kept[best]
-    weights = state.weights._replace(shared=shared, rows={**state.weights.rows, **outside_rows})
-    return inputs, state._replace(weights=weights)
+                # Starts at some value share their first weights, which would tell more in so few steps than values do.
+                weights = 0 if values else number
+                del state  # to keep those of several starts would take as much memory again
+                state = init(problem, observations.everything, seed, weights)
+            score, tried, state = attempt(values, state)
+            tries.append((score, values, weights))
+    best = int(np.argmax([score for score, _, _ in tries]))
+    if best != starts - 1:  # the same steps once more
+        _, values, weights = tries[best]
+        del state
+        _, tried, state = attempt(values, init(problem, observations.everything, seed, weights))
+    return tried, state._replace(step=jnp.zeros_like(state.step), skipped=jnp.zeros_like(state.skipped))
 
 
 def _held(problem: Problem, inputs: Inputs, names: Iterable[str]) -> Inputs:

@@ -102,6 +102,8 @@ class MAF(Flow):
 
     Args:
         hidden: widths of the masked network's hidden layers.
+        path_gradients: remove the noise that vanishes at an exact optimum from gradients (see `pavi.flows.base`), up to
+            dimension 8. Off, a step of dimension 7 takes half as long: for posteriors that no flow fits exactly.
 
     Example:
         >>> import pavi
@@ -109,6 +111,7 @@ class MAF(Flow):
     """
 
     hidden: tuple[int, ...] = (32, 32)
+    path_gradients: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", tuple(self.hidden))
@@ -121,4 +124,4 @@ class MAF(Flow):
         return bij.Chain([affine, layer])
 
     def path(self, dim: int) -> Path:
-        return Path.TRIANGULAR if dim <= LARGEST_JACOBIAN else Path.NONE
+        return Path.TRIANGULAR if self.path_gradients and dim <= LARGEST_JACOBIAN else Path.NONE

@@ -24,6 +24,7 @@ class Spline(Flow):
         hidden: widths of the masked network's hidden layers.
         knots: pieces of the spline.
         interval: the spline bends inside (-interval, interval), in units of the prior's spread, and is straight outside.
+        path_gradients: as in `pavi.MAF`.
 
     Example:
         >>> import pavi
@@ -33,6 +34,7 @@ class Spline(Flow):
     hidden: tuple[int, ...] = (32, 32)
     knots: int = 8
     interval: float = 4.0
+    path_gradients: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hidden", tuple(self.hidden))
@@ -53,4 +55,4 @@ class Spline(Flow):
         return build(parameters)
 
     def path(self, dim: int) -> Path:
-        return Path.TRIANGULAR if dim <= LARGEST_JACOBIAN else Path.NONE
+        return Path.TRIANGULAR if self.path_gradients and dim <= LARGEST_JACOBIAN else Path.NONE
