@@ -19,7 +19,8 @@ import pavi
 from pavi import data as observed_data
 from pavi import rows as row_ops
 from pavi.branch import Branch
-from pavi.elbo import reduced_elbo
+from pavi.cascade import Inner, cascade
+from pavi.elbo import bounds, reduced_elbo
 from pavi.families import Units
 from pavi.reading import read_study
 
@@ -52,8 +53,13 @@ CASES = {
 }
 
 
-def compare(model, data: dict, batch: dict[str, int], family=None) -> tuple[int, float, float, float]:
-    """(branchings, full ELBO, relative error of the mean ELBO, relative error of the mean gradient)."""
+def compare(
+    model, data: dict, batch: dict[str, int], family=None, inner: Inner | None = None
+) -> tuple[int, float, float, float]:
+    """(branchings, full ELBO, relative error of the mean ELBO, relative error of the mean gradient).
+
+    With `inner`, of the bound that averages over draws of that level instead.
+    """
     family = pavi.PAVI() if family is None else family
     study, arguments, observations = read_study(model, data, (), None)
     template = study.template
@@ -69,7 +75,9 @@ def compare(model, data: dict, batch: dict[str, int], family=None) -> tuple[int,
     def elbo(shared, rows, branch: Branch):
         gathered = {level: row_ops.gather(array, branch.at(level)) for level, array in rows.items()}
         sliced = observed_data.at_branch(template, observations.arrays, branch, frozenset())
-        return reduced_elbo(study, arguments, family.sampler(template, units, shared), gathered, branch, sliced, key)
+        sampler = family.sampler(template, units, shared)
+        found = cascade(study, arguments, sampler, gathered, branch, sliced, key, inner=inner)
+        return reduced_elbo(template, branch, found) if inner is None else bounds(template, branch, found, inner).tight
 
     def branch_of(members: dict[str, tuple[int, ...]]) -> Branch:
         return Branch(

@@ -27,7 +27,7 @@ from pavi import storage
 from pavi.branch import Branch, distinct
 from pavi.cascade import Study, cascade, draw_prior
 from pavi.compiling import quick_jit
-from pavi.elbo import weigh
+from pavi.elbo import reduced_elbo
 from pavi.errors import LoadError, ModelError, SettingError
 from pavi.families import PAVI, CascadingFlows, Glimpse, Joint, Units, Weights
 from pavi.fitting import refine
@@ -106,7 +106,7 @@ class Simulations:
             if isinstance(self.family, Joint):
                 shown = self.family.together(template, inputs.units, shared, encodings, key, training=True)
             found = cascade(self.study, inputs.arguments, sampler, shown, branch, data, key)
-            return weigh(template, branch, found) / count
+            return reduced_elbo(template, branch, found) / count
 
         return jax.vmap(particle)(jax.random.split(noise, self.num_particles)).mean()
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -24,6 +26,7 @@ from numpyro.handlers import seed
 from numpyro.primitives import Messenger
 
 from pavi.branch import Branch
+from pavi.flows.base import reading
 from pavi.template import Kind, Level, Site, Template
 from pavi.tracing import Message, show_member
 
@@ -158,6 +161,17 @@ class Pass(NamedTuple):
     seen: dict[str, Any]
 
 
+class Inner(NamedTuple):
+    """The innermost level of a model, whose latents are drawn several times for each draw of the others."""
+
+    level: Level
+    draws: int
+
+    def holds(self, site: Site) -> bool:
+        """Whether a site has an axis of such draws: it is in all the plates of the level."""
+        return set(self.level) <= set(site.level)
+
+
 class _Cascade(Messenger):
     def __init__(
         self,
@@ -168,8 +182,11 @@ class _Cascade(Messenger):
         data: Mapping[str, Array],
         key: PRNGKeyArray,
         predict: bool,
+        inner: Inner | None,
+        number: Int[Array, ""] | int,
     ):
         super().__init__()
+        self.inner, self.number = inner, number
         self.template, self.sampler, self.encodings = template, sampler, encodings
         self.indices, self.data, self.predict = indices, data, predict
         self.keys: dict[Level, PRNGKeyArray] = {(): key}
@@ -200,14 +217,17 @@ class _Cascade(Messenger):
             if site.level[: k + 1] not in self.keys:
                 inner = jax.random.fold_in(self.keys[site.level[:k]], self.indices[site.level[k]])
                 self.keys[site.level[: k + 1]] = inner
-        return jax.random.fold_in(self.keys[site.level], SITE_TAG + self.sites[site.name][0])
+        key = jax.random.fold_in(self.keys[site.level], SITE_TAG + self.sites[site.name][0])
+        return jax.random.fold_in(key, self.number) if self.inner is not None and self.inner.holds(site) else key
 
     def _latent(self, site: Site, msg: Message) -> None:
         fn, counts = _unmasked(msg["fn"])
         prior = Prior.of(fn)
-        drawn, log_q, _ = self.drawn[site.name] = self.sampler(
-            site, prior, self.encodings.get(site.level), self.drawn, self._key(site)
-        )
+        # Path gradients are those of a mean of log-ratios, not of a logarithm of a mean of ratios.
+        with reading() if self.inner is not None and self.inner.holds(site) else nullcontext():
+            drawn, log_q, _ = self.drawn[site.name] = self.sampler(
+                site, prior, self.encodings.get(site.level), self.drawn, self._key(site)
+            )
         value, log_det = prior.constrain(drawn)
         log_p = _scaled(prior.log_probs(drawn), self._scale(site, msg))
         self.found.values[site.name] = value.reshape(site.member_shape)
@@ -282,6 +302,7 @@ def cascade(
     key: PRNGKeyArray,
     *,
     predict: bool = False,
+    inner: Inner | None = None,
 ) -> Pass:
     """Runs the model over a branch.
 
@@ -290,16 +311,20 @@ def cascade(
         encodings: per level, arrays (or trees of them) for the branch's members, with its plates' axes in front.
         data: per observed site, its values at the branch's members, laid out the same way.
         predict: draw the observed sites instead of taking their data.
+        inner: draw the latents of one level several times; an axis for these draws comes after those of the plates.
     """
     template = study.template
 
-    def member(encodings: dict, indices: dict, data: dict) -> Pass:
-        handler = _Cascade(template, sampler, encodings, indices, data, key, predict)
+    def member(encodings: dict, indices: dict, data: dict, number: Int[Array, ""] | int = 0) -> Pass:
+        handler = _Cascade(template, sampler, encodings, indices, data, key, predict, inner, number)
         with seed(rng_seed=key), handler:
             study.run(arrays)
         return handler.found
 
     run: Callable[..., Pass] = member
+    if inner is not None:
+        out_axes = _found_axes(template, lambda site: 0 if inner.holds(site) else None)
+        run = lambda *shown: jax.vmap(partial(member, *shown), out_axes=out_axes)(jnp.arange(inner.draws))  # noqa: E731
     for plate in reversed(template.plates):
         run = _over_plate(run, template, plate.name)
     # On accelerators products of matrices are rounded to ten bits by default: too coarse for narrow posteriors.
@@ -321,11 +346,15 @@ def _over_plate(run: Callable[..., Pass], template: Template, plate: str) -> Cal
             {name: axis((name,)) for name in indices},
             {name: axis(levels[name]) for name in data},
         )
-        latents = {site.name: axis(site.level) for site in template.latents}
-        scored = {site.name: axis(site.level) for site in template.sites if site.kind is not Kind.DETERMINISTIC}
-        valued = {site.name: axis(site.level) for site in template.sites if site.kind is not Kind.FACTOR}
-        observed = {site.name: axis(site.level) for site in template.observed}
-        out_axes = Pass(valued, latents, scored, latents, observed)
+        out_axes = _found_axes(template, lambda site: axis(site.level))
         return jax.vmap(run, in_axes=in_axes, out_axes=out_axes)(encodings, indices, data)
 
     return mapped
+
+
+def _found_axes(template: Template, axis: Callable[[Site], int | None]) -> Pass:
+    """Where the results of a mapped run have their new axis, if they have one."""
+    latents = {site.name: axis(site) for site in template.latents}
+    scored = {site.name: axis(site) for site in template.sites if site.kind is not Kind.DETERMINISTIC}
+    valued = {site.name: axis(site) for site in template.sites if site.kind is not Kind.FACTOR}
+    return Pass(valued, latents, scored, latents, {site.name: axis(site) for site in template.observed})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 
 from pavi.branch import fit_runs
-from pavi.cascade import Study
+from pavi.cascade import Inner, Study
 from pavi.checkpoint import digest
 from pavi.data import Observations, some_of
 from pavi.errors import SettingError
@@ -22,6 +23,7 @@ from pavi.schedule import Schedule
 from pavi.sharding import Sharded, sharded
 from pavi.stepping import Problem, State
 from pavi.streaming import runner
+from pavi.template import Level
 
 
 class Setting(NamedTuple):
@@ -42,6 +44,7 @@ class Setting(NamedTuple):
     runs: Mapping[str, int] | None = None
     rows_on_host: bool = False
     folder: str | None = None
+    inner_draws: int = 1
 
 
 def problem_of(study: Study, setting: Setting, optimizers: tuple, early: bool, pace: float) -> tuple[Problem, Schedule]:
@@ -49,7 +52,7 @@ def problem_of(study: Study, setting: Setting, optimizers: tuple, early: bool, p
     chosen, load = members_per_step(study.template, setting.batch, setting.num_particles)
     chosen, runs = fit_runs({plate.name: plate.size for plate in study.template.plates}, chosen, setting.runs or {})
     problem = Problem(study, setting.family, tuple(chosen.items()), setting.num_particles, *optimizers)
-    problem = dataclasses.replace(problem, runs=tuple(runs.items()))
+    problem = dataclasses.replace(problem, runs=tuple(runs.items()), inner=_inner_of(problem, setting.inner_draws))
     if setting.rows_on_host:
         levels = frozenset(level for level in setting.family.shapes(study.template, problem.whole).rows if level)
         problem = dataclasses.replace(problem, hosted=levels, folder=setting.folder)
@@ -61,6 +64,32 @@ def problem_of(study: Study, setting: Setting, optimizers: tuple, early: bool, p
         problem = sharded(problem, setting.devices)
     decays = setting.optimizer is None
     return problem, Schedule(study.template, chosen, setting.steps, decays=decays, load=load, early=early, pace=pace)
+
+
+def _inner_of(problem: Problem, draws: int) -> Inner | None:
+    """The level whose latents are drawn several times: of those nothing outside depends on, the one with most members."""
+    if draws == 1:
+        return None
+    template = problem.template
+
+    def closed(level: Level) -> bool:
+        names = {site.name for site in template.latents if site.level == level}
+        deeper = any(set(level) < set(site.level) for site in template.latents)
+        return not deeper and all(set(level) <= set(site.level) for site in template.sites if names & set(site.parents))
+
+    levels = [level for level in {site.level for site in template.latents} if level and closed(level)]
+    if not levels:
+        raise SettingError(f"inner_draws={draws}: no plate of this model has latents that nothing outside of it depends on.")
+    inner = Inner(max(levels, key=lambda level: (math.prod(template.sizes(level)), level)), draws)
+    parts = (
+        {plate for site in template.sites if inner.holds(site) for plate in site.level} - set(inner.level) - problem.whole
+    )
+    if parts:
+        raise SettingError(
+            f"inner_draws={draws}: members of {inner.level} are averaged over with all that depends on them, so a step must "
+            f"take {sorted(parts)} whole. Name all of their members in `batch`."
+        )
+    return inner
 
 
 def runner_of(problem: Problem, observations: Observations, schedule: Schedule) -> Callable[..., tuple[State, Any]]:

@@ -23,9 +23,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from pavi import data as observed_data
 from pavi import rows as row_ops
 from pavi.branch import Branch, draw_branch, fixed_branch
-from pavi.cascade import Draw, Prior, Study, cascade, draw_prior
+from pavi.cascade import Draw, Inner, Prior, Study, cascade, draw_prior
 from pavi.compiling import quick_jit
-from pavi.elbo import reduced_elbo
+from pavi.elbo import Bounds, bounds, reduced_elbo
 from pavi.families import Family, Glimpse, Joint, Units, Weights
 from pavi.sources import Stored
 from pavi.template import Level, Site, Template
@@ -73,6 +73,8 @@ class Problem:
     """Plates whose members are drawn several side by side, and how many."""
     hosted: frozenset[Level] = frozenset()
     """Levels whose rows lie in host memory; a step is given those of its members."""
+    inner: Inner | None = None
+    """A level whose latents are drawn several times in each step."""
     folder: str | None = dataclasses.field(default=None, compare=False)
     """Where such rows are memory maps; by default they are in memory."""
 
@@ -265,21 +267,36 @@ def step(
     branch = _in_study(problem, branch)
     glimpse = Glimpse(problem.study, inputs.arguments, branch, sliced)
 
-    def loss(shared: Array, rows: dict[Level, Array]) -> tuple[Float[Array, ""], Any]:
+    def loss(shared: Array, rows: dict[Level, Array]) -> tuple[Bounds, Any]:
         encodings, new_memory = problem.family.encode(Weights(shared, rows, memory), inputs.units, glimpse)
         sampler = problem.family.sampler(template, inputs.units, shared)
 
-        def particle(key: PRNGKeyArray) -> Float[Array, ""]:
+        def particle(key: PRNGKeyArray) -> Bounds:
             shown = encodings
             if isinstance(problem.family, Joint):  # whole plates: all members are here
                 shown = problem.family.together(template, inputs.units, shared, encodings, key, training=True)
-            return reduced_elbo(problem.study, inputs.arguments, sampler, shown, branch, sliced, key, problem.share)
+            sampled = cascade(problem.study, inputs.arguments, sampler, shown, branch, sliced, key, inner=problem.inner)
+            if problem.inner is None:
+                elbo = reduced_elbo(template, branch, sampled, problem.share)
+                return Bounds(elbo, elbo)
+            return bounds(template, branch, sampled, problem.inner, problem.share)
 
-        return -jax.vmap(particle)(jax.random.split(noise_key, problem.num_particles)).mean(), new_memory
+        found = jax.vmap(particle)(jax.random.split(noise_key, problem.num_particles))
+        return jax.tree.map(lambda each: -each.mean(), found), new_memory
 
-    (value, new_memory), (shared_grad, row_grads) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
-        state.weights.shared, rows
-    )
+    losses, pull_back, new_memory = jax.vjp(loss, state.weights.shared, rows, has_aux=True)
+    value = losses.tight
+    one, zero = jnp.ones_like(value), jnp.zeros_like(value)
+    shared_grad, row_grads = pull_back(Bounds(zero, one))
+    if problem.inner is not None:
+        # The tight bound hardly depends on the flows of the inner level. They are better told to be near the posterior.
+        inner_shared, inner_rows = pull_back(Bounds(one, zero))
+        for name, part in problem.family.parts(template).items():
+            if problem.inner.holds(template.site(name)):
+                shared_grad = shared_grad.at[part].set(inner_shared[part])
+        row_grads = {
+            level: inner_rows[level] if set(problem.inner.level) <= set(level) else grad for level, grad in row_grads.items()
+        }
     value, shared_grad, row_grads = _summed(problem, value, shared_grad, row_grads)
     # Zero times a number is zero exactly when the number is finite. Squares must be too: Adam keeps them, and never forgets
     # one that is not.
