@@ -169,7 +169,7 @@ def memory(arguments: argparse.Namespace) -> None:
     model = parcellation(subjects, SESSIONS, vertices, FEATURES, NETWORKS)
     batch = {"subject": min(arguments.batch[0], subjects), "vertex": min(arguments.batch[1], vertices)}
     settings = {"family": FAMILY, "batch": batch, "num_particles": arguments.particles}
-    x = jnp.ones((subjects, vertices, SESSIONS, FEATURES), jnp.bfloat16)
+    x = jnp.ones((subjects, vertices, SESSIONS, FEATURES), jnp.float16)
     plan = pavi.plan(model, {"x": x}, **settings)
     print(f"{plan}\n")
     timed_fit(model, x, steps=200, starts=1, **settings)

@@ -18,7 +18,6 @@ import numpyro.distributions as dist
 
 import pavi
 
-
 FAMILY = pavi.PAVI(flow=pavi.Affine())
 
 

@@ -94,7 +94,7 @@ def test_bad_settings():
 
 def test_half_precision_data_are_computed_with_in_full():
     """Sums of squares in bfloat16 would be off by more than labels differ in."""
-    half = simulate_cohort(6, 2, 8, 16, 3, seed=0).x
+    half = simulate_cohort(6, 2, 8, 16, 3, seed=0, dtype=jnp.bfloat16).x
     study, arguments, _ = read_study(parcellation(6, 2, 8, 16, 3), {"x": half}, (), None)
     branch = fixed_branch({"subject": jnp.arange(6), "vertex": jnp.arange(8)})
 
