@@ -323,8 +323,7 @@ def cascade(
 
     run: Callable[..., Pass] = member
     if inner is not None:
-        out_axes = _found_axes(template, lambda site: 0 if inner.holds(site) else None)
-        run = lambda *shown: jax.vmap(partial(member, *shown), out_axes=out_axes)(jnp.arange(inner.draws))  # noqa: E731
+        run = _over_draws(member, template, inner)
     for plate in reversed(template.plates):
         run = _over_plate(run, template, plate.name)
     # On accelerators products of matrices are rounded to ten bits by default: too coarse for narrow posteriors.
@@ -348,6 +347,16 @@ def _over_plate(run: Callable[..., Pass], template: Template, plate: str) -> Cal
         )
         out_axes = _found_axes(template, lambda site: axis(site.level))
         return jax.vmap(run, in_axes=in_axes, out_axes=out_axes)(encodings, indices, data)
+
+    return mapped
+
+
+def _over_draws(run: Callable[..., Pass], template: Template, inner: Inner) -> Callable[..., Pass]:
+    """Maps a run over draws of an inner level; what does not depend on them is computed once."""
+    out_axes = _found_axes(template, lambda site: 0 if inner.holds(site) else None)
+
+    def mapped(encodings: dict, indices: dict, data: dict) -> Pass:
+        return jax.vmap(partial(run, encodings, indices, data), out_axes=out_axes)(jnp.arange(inner.draws))
 
     return mapped
 

@@ -20,10 +20,10 @@ from pavi import storage
 from pavi.cascade import Study
 from pavi.checkpoint import Keeper, Progress
 from pavi.data import Observations
-from pavi.errors import LoadError, ModelError, SettingError
+from pavi.errors import ModelError, SettingError
 from pavi.families import Family, Joint, Reading, Units, Weights
 from pavi.posterior import Posterior, seed_of
-from pavi.reading import check_batch, check_counts, read_saved_template, read_study, split_arguments
+from pavi.reading import check_batch, check_counts, read_study
 from pavi.schedule import Schedule, Stop
 from pavi.setting import Setting, identity_of, problem_of, runner_of
 from pavi.sharding import gathered
@@ -378,31 +378,4 @@ def _finish(problem: Problem, inputs: Inputs, observations: Observations, traine
         history=trained.history,
         batch=dict(problem.batch),
         skipped=int(state.skipped),
-    )
-
-
-def load_fit(path: str | os.PathLike, saved: Any, model: Callable) -> Fit:
-    """The fit of a saved file's content."""
-    try:
-        observations = saved["data"]
-        args, kwargs = saved["model_args"], saved["model_kwargs"]
-        expected = saved["template"]
-    except (KeyError, TypeError) as error:
-        raise LoadError(f"{str(path)!r} is a saved file, but not of a fit (it lacks {error}).") from error
-    template = read_saved_template(path, model, list(observations.arrays), args, kwargs, expected)
-    arrays = {name: jnp.asarray(array) for name, array in observations.arrays.items()}
-    static, arguments = split_arguments(args, kwargs)
-    study, units = Study(model, template, static), Units(*saved["units"])
-    trained = Reading(saved["family"], jax.tree.map(jnp.asarray, saved["weights"]))
-    return Fit(
-        study,
-        *trained.family.settle(study, arguments, arrays, units, trained.weights),
-        units,
-        arguments,
-        Observations(arrays, observations.coords, observations.event_dims),
-        trained=trained,
-        stop=Stop[saved["stop"]],
-        history=saved["history"],
-        batch=saved["batch"],
-        skipped=saved["skipped"],
     )

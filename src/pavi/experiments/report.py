@@ -118,7 +118,7 @@ def curves(title: str, name: str, note: str) -> Section:
 
     def section(rows: Sequence[Row], images: Path, folder: Path) -> Lines:
         del folder
-        head = "| method | steps to 1% of the gap after 10 steps (median) | gap at the last step (nats) |"
+        head = "| method | steps to 1% of the gap after 10 steps (median) | gap at the last step (nats, median) |"
         lines = [f"## {title}", "", f"{note} {CONSTANT_RATE}", "", head, "|---|---|---|"]
         names = list(dict.fromkeys(row["method"] for row in rows))
         with _axes(images / f"{name}.svg", 1) as (ax,):
