@@ -256,8 +256,9 @@ class Fit(Posterior):
         parts = (self._study, self._arguments, self._observations, self._trained.weights, self._units)
         tight = refine(*parts, setting, pace=TIGHTENING_PACE)
         bound = tight.history["elbo"][np.isfinite(tight.history["elbo"])]
-        before, after = np.array_split(bound, 20)[::19]
-        if after.mean() < before.mean() - 5 * np.sqrt(before.var() / len(before) + after.var() / len(after)):
+        count = -(-len(bound) // 20)
+        before, after = bound[:count], bound[-count:]
+        if after.mean() < before.mean() - 5 * np.sqrt((before.var() + after.var()) / count):
             warnings.warn(
                 f"The bound fell from {before.mean():.6g} to {after.mean():.6g} while it was tightened, so the fit stays as "
                 "it was. Take more members per step (`batch`).",
