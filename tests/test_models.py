@@ -70,6 +70,7 @@ def test_three_levels_with_explicit_dims():
     assert fit.sample(5)["theta"].dims == ("chain", "draw", "group", "theta_dim_0")
 
 
+@pytest.mark.parametrize("scheme", ["free"], indirect=True)  # an encoder of four levels takes half a minute to compile
 def test_four_levels_without_dims():
     def model():
         mu = numpyro.sample("mu", dist.Normal(0, 2))

