@@ -125,6 +125,12 @@ def test_path_gradients_vanish_at_the_optimum():
     assert max(float(jnp.abs(leaf).max()) for leaf in grads) < 1e-3
 
 
+def test_path_gradients_can_be_left_out():
+    for flow in (pavi.MAF, pavi.Spline):
+        assert flow().path(4) is Path.TRIANGULAR
+        assert flow(path_gradients=False).path(4) is Path.NONE
+
+
 def test_point_mass_finds_the_mode():
     import numpyro
     import numpyro.distributions as dist

@@ -9,9 +9,13 @@ import numpyro.distributions as dist
 import pytest
 
 import pavi
+from pavi.experiments.stepwise import start
+from pavi.posterior import seed_of
 from pavi.reading import read_study
+from pavi.schedule import Schedule
 from pavi.sources import Stored
 from pavi.starting import components, other_start, usual_starts
+from pavi.train import best_start, chunk_runner
 
 CENTERS = np.array([[-4.0, 0.0], [0.0, 3.0], [4.0, -2.0]])
 
@@ -42,6 +46,17 @@ def farthest(centers: np.ndarray) -> float:
 def test_a_mixture_finds_all_its_components(seed):
     fit = pavi.fit(mixture, {"x": simulate(seed)}, steps=600, rng_key=seed, progress_bar=False)
     assert farthest(fit.moments(sites=["centers"])["centers"].values[0]) < 0.6
+
+
+def test_the_best_start_goes_on_with_its_members_rows():
+    data, family = {"x": simulate(0)}, pavi.PAVI(flow=pavi.Affine(hidden=()))
+    problem, inputs, state, observations = start(mixture, data, family, {"group": 8, "point": 15}, particles=1)
+    first = {level: np.array(rows) for level, rows in state.weights.rows.items()}
+    schedule = Schedule(problem.template, dict(problem.batch), 10, decays=True, load=1.0)
+    _, best = best_start(problem, inputs, state, observations, seed_of(0), 2, schedule, {}, False, chunk_runner(True))
+    assert int(best.step) == 0
+    for level in (("group",), ()):
+        assert np.abs(np.asarray(best.weights.rows[level]) - first[level]).max() > 0.1
 
 
 @pytest.mark.parametrize("points", [1, 2])
