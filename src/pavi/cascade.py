@@ -26,7 +26,7 @@ from numpyro.handlers import seed
 from numpyro.primitives import Messenger
 
 from pavi.branch import Branch
-from pavi.flows.base import reading
+from pavi.flows import without_paths
 from pavi.template import Kind, Level, Site, Template
 from pavi.tracing import Message, show_member
 
@@ -224,7 +224,7 @@ class _Cascade(Messenger):
         fn, counts = _unmasked(msg["fn"])
         prior = Prior.of(fn)
         # Path gradients are those of a mean of log-ratios, not of a logarithm of a mean of ratios.
-        with reading() if self.inner is not None and self.inner.holds(site) else nullcontext():
+        with without_paths() if self.inner is not None and self.inner.holds(site) else nullcontext():
             drawn, log_q, _ = self.drawn[site.name] = self.sampler(
                 site, prior, self.encodings.get(site.level), self.drawn, self._key(site)
             )

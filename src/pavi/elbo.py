@@ -1,4 +1,4 @@
-"""The ELBO on a branch: an unbiased estimate of the full one (paper, `eq:ELBO_stoc`, `sec:no_bias`)."""
+"""The ELBO on a branch, an unbiased estimate of the full one (paper, `eq:ELBO_stoc`, `sec:no_bias`); and a tighter bound."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pavi.branch import Branch
 from pavi.cascade import Pass, Study, cascade
 from pavi.compiling import quick_jit
 from pavi.families import Family, Joint
-from pavi.flows import reading
+from pavi.flows import without_paths
 
 
 def draw_values(
@@ -89,5 +89,5 @@ def _pass(
     if isinstance(family, Joint):
         rows = family.together(template, units, weights.shared, rows, key, training=False)
     encodings = {level: row_ops.gather(array, branch.at(level)) for level, array in rows.items()} | hosted
-    with reading():
+    with without_paths():
         return cascade(study, arguments, sampler, encodings, branch, sliced, key, predict=predict), branch

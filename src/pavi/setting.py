@@ -79,14 +79,14 @@ def _inner_of(problem: Problem, draws: int) -> Inner | None:
 
     levels = [level for level in {site.level for site in template.latents} if level and closed(level)]
     if not levels:
-        raise SettingError(f"inner_draws={draws}: no plate of this model has latents that nothing outside of it depends on.")
+        raise SettingError(f"draws={draws}: no plate of this model has latents that nothing outside of it depends on.")
     inner = Inner(max(levels, key=lambda level: (math.prod(template.sizes(level)), level)), draws)
     parts = (
         {plate for site in template.sites if inner.holds(site) for plate in site.level} - set(inner.level) - problem.whole
     )
     if parts:
         raise SettingError(
-            f"inner_draws={draws}: members of {inner.level} are averaged over with all that depends on them, so a step must "
+            f"draws={draws}: members of {inner.level} are averaged over with all that depends on them, so a step must "
             f"take {sorted(parts)} whole. Name all of their members in `batch`."
         )
     return inner

@@ -32,17 +32,17 @@ from jaxtyping import Array, Float
 LARGEST_JACOBIAN = 8
 
 
-_READING = ContextVar("reading", default=False)
+_WITHOUT_PATHS = ContextVar("without_paths", default=False)
 
 
 @contextmanager
-def reading() -> Iterator[None]:
-    """Within, draws and their densities are traced for their values alone: no gradient will be asked for."""
-    token = _READING.set(True)
+def without_paths() -> Iterator[None]:
+    """Within, densities are traced without path gradients: where no gradient will be asked for, or the full one is."""
+    token = _WITHOUT_PATHS.set(True)
     try:
         yield
     finally:
-        _READING.reset(token)
+        _WITHOUT_PATHS.reset(token)
 
 
 class Path(Enum):
@@ -86,7 +86,7 @@ def push(
     """
     moving, given = conditions
     value, log_det = bijection.transform_and_log_det(base, jnp.concatenate([encoding, moving]))
-    if path is Path.NONE or _READING.get():
+    if path is Path.NONE or _WITHOUT_PATHS.get():
         return value, log_prior(base) - log_det
     frozen = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if eqx.is_inexact_array(leaf) else leaf, bijection)
     encoding = jax.lax.stop_gradient(encoding)

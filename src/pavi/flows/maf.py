@@ -103,7 +103,7 @@ class MAF(Flow):
     Args:
         hidden: widths of the masked network's hidden layers.
         path_gradients: remove the noise that vanishes at an exact optimum from gradients (see `pavi.flows.base`), up to
-            dimension 8. Off, a step of dimension 7 takes half as long: for posteriors that no flow fits exactly.
+            dimension 8. The cost grows with the dimension: leave it off for posteriors that no flow fits exactly.
 
     Example:
         >>> import pavi
