@@ -21,7 +21,7 @@ from pavi import rows as row_ops
 from pavi.branch import Branch
 from pavi.cascade import Inner, cascade
 from pavi.elbo import bounds, reduced_elbo
-from pavi.families import Units
+from pavi.families import Glimpse, Units, Weights
 from pavi.reading import read_study
 
 
@@ -76,7 +76,9 @@ def compare(
         gathered = {level: row_ops.gather(array, branch.at(level)) for level, array in rows.items()}
         sliced = observed_data.at_branch(template, observations.arrays, branch, frozenset())
         sampler = family.sampler(template, units, shared)
-        found = cascade(study, arguments, sampler, gathered, branch, sliced, key, inner=inner)
+        glimpse = Glimpse(study, arguments, branch, sliced)
+        encodings, _ = family.encode(Weights(shared, gathered, {}), units, glimpse)
+        found = cascade(study, arguments, sampler, encodings, branch, sliced, key, inner=inner)
         return reduced_elbo(template, branch, found) if inner is None else bounds(template, branch, found, inner).tight
 
     def branch_of(members: dict[str, tuple[int, ...]]) -> Branch:

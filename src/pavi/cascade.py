@@ -50,6 +50,8 @@ class Hashable:
 
 # Keys are folded with member indices and with site numbers; this keeps the two apart.
 SITE_TAG = 2**31
+# Draws whose mean stands for the center of a prior that has no simple one.
+CENTER_DRAWS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,21 +77,33 @@ class Prior(NamedTuple):
     transform: Transform
     inner: dist.Distribution | None
     """The same in unconstrained space, where its form is known: no overflow on the way there and back."""
+    sign: Any = None
+    """Minus one mirrors draws at their mean, where the prior is symmetric in unconstrained space."""
 
     @classmethod
-    def of(cls, fn: dist.Distribution) -> Prior:
-        return cls(fn, biject_to(fn.support), _inner(fn))
+    def of(cls, fn: dist.Distribution, sign: Any = None) -> Prior:
+        return cls(fn, biject_to(fn.support), _inner(fn), sign)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.fn.batch_shape, *self.transform.inverse_shape(self.fn.event_shape))
 
     def draw(self, key: PRNGKeyArray) -> Float[Array, " size"]:
+        plain = self.fn if self.inner is None else self.inner
+        if self.sign is not None and _symmetric(plain):
+            return (plain.mean + self.sign * (plain.sample(key) - plain.mean)).reshape(-1)
         if self.inner is not None:
             return self.inner.sample(key).reshape(-1)
         drawn = self.transform.inv(self.fn.sample(key)).reshape(-1)
         # A draw that rounds onto the edge of its support has no finite image.
         return jnp.where(jnp.isfinite(drawn), drawn, 0.0)
+
+    def center(self) -> Float[Array, " size"]:
+        """About where the prior puts the value."""
+        plain = self.fn if self.inner is None else self.inner
+        if _symmetric(plain):
+            return jnp.broadcast_to(plain.mean, plain.shape()).reshape(-1)
+        return jax.vmap(self.draw)(jax.random.split(jax.random.key(0), CENTER_DRAWS)).mean(0)
 
     def constrain(self, value: Float[Array, " size"]) -> tuple[Array, Float[Array, ""]]:
         """The value in its own space and log |d value / d unconstrained|."""
@@ -125,6 +139,13 @@ def _inner(fn: dist.Distribution) -> dist.Distribution | None:
         plain = fn.base_dist.support == constraints.real and isinstance(fn.transforms[0], ExpTransform)
         return fn.base_dist if plain and fn.support == constraints.positive else None
     return None
+
+
+def _symmetric(fn: dist.Distribution) -> bool:
+    """Whether a distribution over unconstrained space is known to be symmetric around its mean."""
+    while isinstance(fn, dist.Independent | dist.ExpandedDistribution):
+        fn = fn.base_dist
+    return isinstance(fn, dist.Normal | dist.MultivariateNormal)
 
 
 class Draw(NamedTuple):
@@ -184,9 +205,10 @@ class _Cascade(Messenger):
         predict: bool,
         inner: Inner | None,
         number: Int[Array, ""] | int,
+        sign: Any,
     ):
         super().__init__()
-        self.inner, self.number = inner, number
+        self.inner, self.number, self.sign = inner, number, sign
         self.template, self.sampler, self.encodings = template, sampler, encodings
         self.indices, self.data, self.predict = indices, data, predict
         self.keys: dict[Level, PRNGKeyArray] = {(): key}
@@ -222,7 +244,7 @@ class _Cascade(Messenger):
 
     def _latent(self, site: Site, msg: Message) -> None:
         fn, counts = _unmasked(msg["fn"])
-        prior = Prior.of(fn)
+        prior = Prior.of(fn, None if site.level else self.sign)
         # Path gradients are those of a mean of log-ratios, not of a logarithm of a mean of ratios.
         with without_paths() if self.inner is not None and self.inner.holds(site) else nullcontext():
             drawn, log_q, _ = self.drawn[site.name] = self.sampler(
@@ -303,6 +325,7 @@ def cascade(
     *,
     predict: bool = False,
     inner: Inner | None = None,
+    sign: Float[Array, ""] | float | None = None,
 ) -> Pass:
     """Runs the model over a branch.
 
@@ -312,11 +335,12 @@ def cascade(
         data: per observed site, its values at the branch's members, laid out the same way.
         predict: draw the observed sites instead of taking their data.
         inner: draw the latents of one level several times; an axis for these draws comes after those of the plates.
+        sign: minus one mirrors the draws of global latents.
     """
     template = study.template
 
     def member(encodings: dict, indices: dict, data: dict, number: Int[Array, ""] | int = 0) -> Pass:
-        handler = _Cascade(template, sampler, encodings, indices, data, key, predict, inner, number)
+        handler = _Cascade(template, sampler, encodings, indices, data, key, predict, inner, number, sign)
         with seed(rng_seed=key), handler:
             study.run(arrays)
         return handler.found

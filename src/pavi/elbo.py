@@ -30,7 +30,7 @@ def reduced_elbo(
 
 
 # Nats by which a bound is corrected at most: early in training a few draws may outweigh the others by any factor.
-LARGEST_CORRECTION = 0.5
+LARGEST_CORRECTION = 0.02
 
 
 class Bounds(NamedTuple):

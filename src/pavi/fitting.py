@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,9 +20,9 @@ from pavi.cascade import Study
 from pavi.checkpoint import Keeper, Progress
 from pavi.data import Observations
 from pavi.errors import ModelError, SettingError
-from pavi.families import Family, Joint, Reading, Units, Weights
+from pavi.families import Family, Reading, Units, Weights
 from pavi.posterior import Posterior, seed_of
-from pavi.reading import check_batch, check_counts, read_study
+from pavi.reading import read_study
 from pavi.schedule import Schedule, Stop
 from pavi.setting import Setting, identity_of, problem_of, runner_of
 from pavi.sharding import gathered
@@ -35,8 +34,6 @@ from pavi.train import Trained, best_start, history_of, prepare, report, started
 PACES = (1.0, 0.5, 0.125)
 # An update sees this many times the members per step that the fit saw.
 UPDATE_BATCH = 4
-# Fraction of the learning rates at which a fit is tightened: its posteriors are narrow, and a full step may leave them.
-TIGHTENING_PACE = 0.2
 
 
 class Fit(Posterior):
@@ -192,81 +189,6 @@ class Fit(Posterior):
         setting = Setting(family, batch, steps, 8, None, seed_of(rng_key), progress_bar, started, rows_on_host=hosted)
         return refine(study, arguments, observations, weights, self._units, setting, frozen=bool(weights.rows))
 
-    def tighten(
-        self,
-        draws: int = 32,
-        *,
-        steps: int | None = None,
-        batch: Mapping[str, int] | None = None,
-        num_particles: int = 1,
-        rng_key: int | PRNGKeyArray = 0,
-        progress_bar: bool = True,
-    ) -> Fit:
-        """This fit trained on, against a tighter bound, so that innermost latents no longer bias the others.
-
-        Where the posteriors of many members are not quite in the family, and each by how much depends on latents outside of
-        their plates, the ELBO pulls these to where the family fits best. Here the innermost latents are drawn several times
-        for each draw of the others, which are trained on the logarithm of the mean of p / q over these draws, member by
-        member. Their own flows are trained on the ELBO as before.
-
-        Args:
-            draws: how often the innermost latents are drawn; an even number.
-            steps: training steps; by default as many as this fit took.
-            batch: members per step, by plate; by default as many as this fit took.
-            num_particles: Monte Carlo samples per step of the other latents.
-            rng_key: an int or a JAX key.
-            progress_bar: show progress.
-
-        Example:
-            >>> import numpy as np, numpyro, numpyro.distributions as dist, pavi
-            >>> def model():
-            ...     tau = numpyro.sample("tau", dist.LogNormal(0, 1))
-            ...     with numpyro.plate("group", 40):
-            ...         theta = numpyro.sample("theta", dist.Normal(0, tau))
-            ...         numpyro.sample("x", dist.Bernoulli(logits=theta))
-            >>> x = np.random.default_rng(0).integers(0, 2, size=40)
-            >>> fit = pavi.fit(model, {"x": x}, progress_bar=False)
-            >>> tight = fit.tighten(steps=500, progress_bar=False)
-        """
-        if draws < 2 or draws % 2:
-            raise SettingError(f"draws={draws}: expected an even number of at least 2.")
-        if isinstance(self.family, Joint):
-            name = type(self.family).__name__
-            raise SettingError(
-                f"{name} draws members together, so none can be drawn again alone. Tighten a pavi.PAVI() fit."
-            )
-        check_counts(steps, num_particles, None)
-        started = time.perf_counter()
-        steps = len(self.history["step"]) if steps is None else steps
-        batch = {**self.batch, **check_batch(self.template, batch, self.family)}
-        hosted = any(isinstance(rows, np.ndarray) for rows in self._trained.weights.rows.values())
-        seed = seed_of(rng_key)
-        setting = Setting(
-            self.family,
-            batch,
-            steps,
-            num_particles,
-            None,
-            seed,
-            progress_bar,
-            started,
-            rows_on_host=hosted,
-            inner_draws=draws,
-        )
-        parts = (self._study, self._arguments, self._observations, self._trained.weights, self._units)
-        tight = refine(*parts, setting, pace=TIGHTENING_PACE)
-        bound = tight.history["elbo"][np.isfinite(tight.history["elbo"])]
-        count = -(-len(bound) // 20)
-        before, after = bound[:count], bound[-count:]
-        if after.mean() < before.mean() - 5 * np.sqrt((before.var() + after.var()) / count):
-            warnings.warn(
-                f"The bound fell from {before.mean():.6g} to {after.mean():.6g} while it was tightened, so the fit stays as "
-                "it was. Take more members per step (`batch`).",
-                stacklevel=2,
-            )
-            return self
-        return tight
-
 
 def _matched(old: Observations, new: Observations, plate: str, old_size: int, size: int) -> np.ndarray:
     """For each member of a plate now, which member it was before, or -1."""
@@ -346,12 +268,11 @@ def refine(
     units: Units,
     setting: Setting,
     frozen: bool = False,
-    pace: float = 1.0,
 ) -> Fit:
-    """Trains on from given weights, at a fraction `pace` of the learning rates; with `frozen`, only the rows."""
+    """Trains on from given weights; with `frozen`, only the rows."""
     optimizer, row_optimizer = default_optimizers(setting.family.row_rate)
     optimizers = (optax.set_to_zero() if frozen else optimizer, row_optimizer)
-    problem, schedule = problem_of(study, setting, optimizers, early=False, pace=pace)
+    problem, schedule = problem_of(study, setting, optimizers, early=False, pace=1.0)
     paces = np.ones(weights.shared.shape, weights.shared.dtype)
     row_paces = dict.fromkeys(weights.rows, np.float32(1.0))
     inputs = Inputs(arguments, observations.arrays, units, paces, row_paces)

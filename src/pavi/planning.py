@@ -111,6 +111,7 @@ def plan(
     family: Family | None = None,
     batch: Mapping[str, int] | None = None,
     num_particles: int = 8,
+    inner_draws: int = 1,
     memory: int | None = None,
     placement: str | os.PathLike | None = None,
 ) -> Plan:
@@ -124,6 +125,7 @@ def plan(
         family: the variational family; `pavi.PAVI()` by default.
         batch: members per step, by plate; chosen by size for the plates not named.
         num_particles: Monte Carlo samples per step.
+        inner_draws: as in `pavi.fit`.
         memory: bytes the device has; by default what it says of itself.
         placement: as in `pavi.fit`; by default data and rows lie on the device as far as there is room.
 
@@ -148,7 +150,7 @@ def plan(
     family = family or PAVI()
     batch = check_batch(template, batch, family)
     _, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
-    return make_plan(template, arguments, data, family, batch, num_particles, memory, placement)
+    return make_plan(template, arguments, data, family, batch, num_particles * inner_draws, memory, placement)
 
 
 def make_plan(

@@ -17,7 +17,7 @@ from pavi.cascade import Hashable, Study
 from pavi.data import Observations, observe, sizes_of
 from pavi.encodings import SetEncoder
 from pavi.errors import DataError, LoadError, PaviError, SettingError
-from pavi.families import PAVI, Family
+from pavi.families import PAVI, Family, Joint
 from pavi.template import Kind, Level, Template
 from pavi.tracing import is_array, read_template, trace
 
@@ -87,6 +87,16 @@ def check_counts(steps: int | None, num_particles: int, starts: int | None) -> N
         raise SettingError(f"num_particles={num_particles}: expected at least 1.")
     if starts is not None and starts < 1:
         raise SettingError(f"starts={starts}: expected at least 1, or None to leave it to the model.")
+
+
+def check_draws(inner_draws: int, family: Family) -> None:
+    if inner_draws != 1 and (inner_draws < 1 or inner_draws % 2):
+        raise SettingError(f"inner_draws={inner_draws}: expected 1 or an even number.")
+    if inner_draws > 1 and isinstance(family, Joint):
+        name = type(family).__name__
+        raise SettingError(
+            f"inner_draws={inner_draws}: {name} draws members together, so none can be drawn again alone. Use pavi.PAVI()."
+        )
 
 
 def check_batch(template: Template, batch: Mapping[str, int] | None, family: Family) -> dict[str, int]:

@@ -49,7 +49,7 @@ class Setting(NamedTuple):
 
 def problem_of(study: Study, setting: Setting, optimizers: tuple, early: bool, pace: float) -> tuple[Problem, Schedule]:
     """The problem that a setting poses for a study, and its schedule. Rates start high with `early`, all times `pace`."""
-    chosen, load = members_per_step(study.template, setting.batch, setting.num_particles)
+    chosen, load = members_per_step(study.template, setting.batch, setting.num_particles * setting.inner_draws)
     chosen, runs = fit_runs({plate.name: plate.size for plate in study.template.plates}, chosen, setting.runs or {})
     problem = Problem(study, setting.family, tuple(chosen.items()), setting.num_particles, *optimizers)
     problem = dataclasses.replace(problem, runs=tuple(runs.items()), inner=_inner_of(problem, setting.inner_draws))
@@ -79,14 +79,14 @@ def _inner_of(problem: Problem, draws: int) -> Inner | None:
 
     levels = [level for level in {site.level for site in template.latents} if level and closed(level)]
     if not levels:
-        raise SettingError(f"draws={draws}: no plate of this model has latents that nothing outside of it depends on.")
+        raise SettingError(f"inner_draws={draws}: no plate of this model has latents that nothing outside of it depends on.")
     inner = Inner(max(levels, key=lambda level: (math.prod(template.sizes(level)), level)), draws)
     parts = (
         {plate for site in template.sites if inner.holds(site) for plate in site.level} - set(inner.level) - problem.whole
     )
     if parts:
         raise SettingError(
-            f"draws={draws}: members of {inner.level} are averaged over with all that depends on them, so a step must "
+            f"inner_draws={draws}: members of {inner.level} are averaged over with all that depends on them, so a step must "
             f"take {sorted(parts)} whole. Name all of their members in `batch`."
         )
     return inner
@@ -113,6 +113,7 @@ def identity_of(problem: Problem, setting: Setting, observations: Observations) 
         "optimizer": "the default" if setting.optimizer is None else _recipe(setting.optimizer),
         "steps": str(setting.steps),
         "number of particles": str(problem.num_particles),
+        "inner draws": str(setting.inner_draws),
         "number of starts": str(setting.starts),
         "random key": str(setting.seed.tolist()),
         "starting values": digest([np.asarray(start.value) for _, start in sorted(setting.values.items())]),

@@ -126,6 +126,17 @@ class Template:
         """The levels with at least one latent site (paper, `sec:PAVI-F_details`), in order of appearance."""
         return tuple(dict.fromkeys(site.level for site in self.latents))
 
+    @property
+    def innermost(self) -> tuple[Site, ...]:
+        """Latents in plates on which only sites of their own level depend: each member has data of its own."""
+
+        def closed(site: Site) -> bool:
+            children = [child for child in self.sites if child.kind is not Kind.DETERMINISTIC and site.name in child.parents]
+            own = all(child.level == site.level for child in children)
+            return bool(children) and own and all(closed(child) for child in children if child.kind is Kind.LATENT)
+
+        return tuple(site for site in self.latents if site.level and closed(site))
+
     def plate(self, name: str) -> Plate:
         return next(plate for plate in self.plates if plate.name == name)
 

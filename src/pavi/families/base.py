@@ -164,7 +164,7 @@ def draw_through(
 ) -> Draw:
     """Draws from the conditional prior and pushes the draw through a flow, in the prior's units (`eq:q_full`)."""
     scale = Scale.of(units, site)
-    center = _center(bijection, encoding, units, shown, site, given)
+    center = center_of(bijection, encoding, units, shown, site, given)
     condition = _condition(units, shown, site, given)
     if isinstance(flow, PointMass):
         value, _ = bijection.transform_and_log_det(jnp.zeros(site.size), jnp.concatenate([encoding, condition]))
@@ -195,7 +195,7 @@ def score_through(
     scale = Scale.of(units, site)
     condition = jnp.concatenate([encoding, _condition(units, shown, site, given)])
     base, log_det = bijection.inverse_and_log_det((value - scale.center) / scale.spread, condition)
-    center = _center(bijection, encoding, units, shown, site, given)
+    center = center_of(bijection, encoding, units, shown, site, given)
     return Draw(value, prior.log_prob(scale.prior_value(base)) + log_det - scale.log_det, center)
 
 
@@ -237,7 +237,7 @@ def _condition(units: Units, shown: Shown, site: Site, given: Mapping[str, Draw]
     return jnp.concatenate([jnp.zeros(0), *centers, *(distances if shown is not Shown.NOTHING else [])])
 
 
-def _center(
+def center_of(
     bijection: AbstractBijection, encoding: Array, units: Units, shown: Shown, site: Site, given: Mapping[str, Draw]
 ) -> Array:
     """Where a flow puts the prior's center, given the centers of what it is given."""

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
+from pavi.branch import fixed_branch
 from pavi.cascade import Draw, Prior, Sampler, Study
+from pavi.compiling import quick_jit
 from pavi.encodings import FreeEncodings, ReadEncodings, SetEncoder
 from pavi.errors import SettingError
 from pavi.families.base import (
@@ -22,12 +24,14 @@ from pavi.families.base import (
     Shown,
     Units,
     Weights,
+    center_of,
     check_flow,
     draw_through,
     given_size,
     score_through,
 )
 from pavi.families.looking import encode_study, show
+from pavi.families.pulling import pull_size, pulls, with_pulls
 from pavi.flows import MAF, Flow
 from pavi.sources import Stored
 from pavi.template import Level, Site, Template
@@ -45,6 +49,9 @@ class PAVI:
             before it), beside the encoding. Off, it sees them only through the prior it pushes, as in the paper.
         show_centers: of those values, let it see not only how far from their posterior's center they were drawn but also
             that center. By default with a `SetEncoder`: a free encoding can learn what the center means for its member.
+        show_pull: let flows of innermost latents, whose data are their member's own, see where the prior of a member lies
+            and which way its data pull: the gradient of its log-likelihood there. Worth its cost where steps visit a member
+            too seldom for its encoding to learn that. With free encodings only.
 
     Example:
         >>> import pavi
@@ -55,6 +62,7 @@ class PAVI:
     flow: Any = MAF()
     condition_on_parents: bool = True
     show_centers: bool | None = None
+    show_pull: bool = False
 
     row_rate: ClassVar[float] = 4.0
     whole_plates: ClassVar[bool] = False
@@ -63,16 +71,20 @@ class PAVI:
         flows = self.flow.values() if isinstance(self.flow, Mapping) else [self.flow]
         if any(not isinstance(flow, Flow) for flow in flows):
             raise SettingError(f"PAVI(flow={self.flow!r}): expected a flow such as pavi.MAF(), or a mapping of flows.")
+        if self.show_pull and isinstance(self.encodings, SetEncoder):
+            raise SettingError("PAVI(show_pull=True): a SetEncoder sees the data itself. Leave out one of them.")
         if isinstance(self.flow, Mapping):
             object.__setattr__(self, "flow", MappingProxyType(dict(self.flow)))
 
     def __hash__(self) -> int:
         flow = tuple(self.flow.items()) if isinstance(self.flow, Mapping) else self.flow
-        return hash((self.encodings, flow, self.condition_on_parents, self.show_centers))
+        return hash((self.encodings, flow, self.condition_on_parents, self.show_centers, self.show_pull))
 
     def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]) -> Weights:
         self.encodings.check(template)
         check_flow(self.flow, template)
+        if self.show_pull and not template.innermost:
+            raise SettingError("PAVI(show_pull=True): no latent of this model is in all plates of what depends on it.")
         shared = self._layout(template).init(rng)
         memory = {}
         if isinstance(self.encodings, SetEncoder):
@@ -106,9 +118,16 @@ class PAVI:
         return Units({}, {})
 
     def encode(self, weights: Weights, units: Units, glimpse: Glimpse) -> tuple[Mapping[Level, Any], Mapping]:
+        template = glimpse.study.template
+        if self.show_pull:
+            shown = pulls(glimpse, units, weights.rows, self._centers(template, units, weights.shared))
+            rows = {
+                level: jnp.concatenate([array, shown[level]], -1) if level in shown else array
+                for level, array in weights.rows.items()
+            }
+            return rows, {}
         if not isinstance(self.encodings, SetEncoder):
             return weights.rows, {}
-        template = glimpse.study.template
         flat = weights.shared[self._layout(template).size :]
         view = show(self.encodings, glimpse)
         found, memory = self.encodings.encode(template, flat, units.standardize, view, weights.memory)
@@ -120,10 +139,17 @@ class PAVI:
         return {**rest, **weights.rows, **found}, memory
 
     def settle(self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, weights: Weights) -> Reading:
+        template = study.template
+        if self.show_pull:
+
+            def tile(rows: Mapping, data: Mapping, indices: Mapping) -> dict[Level, Array]:
+                return _pulls_of_tile(self, study, arguments, units, weights.shared, dict(rows), dict(data), dict(indices))
+
+            rows = with_pulls(template, weights, data, tile)
+            return Reading(self, weights._replace(rows=rows))
         if not isinstance(self.encodings, SetEncoder):
             return Reading(self, weights)
         _refuse_stored(data)
-        template = study.template
         split = self._layout(template).size
         found = encode_study(self.encodings, study, arguments, data, units, weights.shared[split:])
         rows = {**weights.rows, **found}
@@ -144,7 +170,7 @@ class PAVI:
 
         def draw(site: Site, prior: Prior, encoding: Array | None, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
             assert encoding is not None
-            read = encoding[: self.encodings.site_size(template, site)]
+            read = self._read(template, site, encoding)
             flow, bijection = layout.flows[site.name], built[site.name]
             return draw_through(flow, bijection, read, units, self._shown, site, prior, given, key)
 
@@ -157,10 +183,32 @@ class PAVI:
 
         def score(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
             row, truth = encoding
-            read = row[: self.encodings.site_size(template, site)]
+            read = self._read(template, site, row)
             return score_through(built[site.name], read, units, self._shown, site, prior, given, truth[site.name])
 
         return score
+
+    def _centers(self, template: Template, units: Units, shared: Array) -> Sampler:
+        """A sampler that puts latents where q centers them, for those that are not shown a pull."""
+        built = self._layout(template).fill(shared)
+
+        def draw(site: Site, prior: Prior, encoding: Array | None, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
+            del prior, key
+            assert encoding is not None
+            read = encoding[: self.encodings.site_size(template, site)]
+            center = center_of(built[site.name], read, units, self._shown, site, given)
+            return Draw(center, None, center)
+
+        return draw
+
+    def _pull_size(self, template: Template, site: Site) -> int:
+        return pull_size(template, site.level) if self.show_pull and site in template.innermost else 0
+
+    def _read(self, template: Template, site: Site, encoding: Array) -> Array:
+        """What a site's flow is shown of an encoding: the start of its level's row, and the pull after the row, if any."""
+        own = encoding[: self.encodings.site_size(template, site)]
+        size = self._pull_size(template, site)
+        return jnp.concatenate([own, encoding[-size:]]) if size else own
 
     @property
     def _shown(self) -> Shown:
@@ -174,11 +222,22 @@ class PAVI:
             self.flow,
             template.latents,
             {
-                site.name: self.encodings.site_size(template, site) + given_size(template, site, self._shown)
+                site.name: self.encodings.site_size(template, site)
+                + self._pull_size(template, site)
+                + given_size(template, site, self._shown)
                 for site in template.latents
             },
             {site.name: self.encodings.count_size(template, site.level) for site in template.latents},
         )
+
+
+@quick_jit(static_argnums=(0, 1))
+def _pulls_of_tile(
+    family: PAVI, study: Study, arguments: Any, units: Units, shared: Array, rows: dict, data: dict, indices: dict
+) -> dict[Level, Array]:
+    template = study.template
+    glimpse = Glimpse(study, arguments, fixed_branch(indices), data)
+    return pulls(glimpse, units, rows, family._centers(template, units, shared))
 
 
 def _refuse_stored(data: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`fit.tighten`: bounds that average over draws of the innermost latents, and what they mend."""
+"""`inner_draws`: bounds that average over draws of the innermost latents, and what they mend."""
 
 import sys
 from pathlib import Path
@@ -72,24 +72,40 @@ def test_the_tight_bound_of_a_member_is_its_evidence():
     assert float(bound.elbo) < float(bound.tight) - 0.02
 
 
-def test_tightening_mends_a_spread_that_the_elbo_biases():
-    fit = pavi.fit(coins, tossed(400), family=AFFINE, progress_bar=False, steps=1000)
-    tight = fit.tighten(16, steps=2500, progress_bar=False)
-    before, after = (np.log(each.sample(2000, sites=["tau"])["tau"].values) for each in (fit, tight))
+def test_inner_draws_mend_a_spread_that_the_elbo_biases():
+    settings = {"family": AFFINE, "num_particles": 2, "progress_bar": False}
+    plain, tight = (pavi.fit(coins, tossed(400), steps=2500, inner_draws=draws, **settings) for draws in (1, 16))
+    before, after = (np.log(each.sample(2000, sites=["tau"])["tau"].values) for each in (plain, tight))
     assert before.std() < 0.6  # its prior's, and so its posterior's, is 1
     assert after.std() > 0.7
     assert abs(after.mean()) < abs(before.mean()) - 0.05
 
 
+def test_half_of_the_global_draws_are_mirrored():
+    fit = pavi.fit(coins, tossed(6), model_args=(6,), family=AFFINE, steps=1, progress_bar=False)
+    sampler = AFFINE.sampler(fit.template, fit._units, fit._trained.weights.shared)
+    branch, rows, data = fixed_branch({"group": jnp.arange(6)}), fit._trained.weights.rows, fit._observations.arrays
+    one, other = (
+        cascade(fit._study, fit._arguments, sampler, rows, branch, data, jax.random.key(3), sign=sign).unconstrained
+        for sign in (1.0, -1.0)
+    )
+    center = cascade(fit._study, fit._arguments, sampler, rows, branch, data, jax.random.key(3), sign=0.0).unconstrained
+    assert float(one["tau"][0] + other["tau"][0]) == pytest.approx(2 * float(center["tau"][0]), abs=1e-5)
+    assert abs(float(one["tau"][0] - other["tau"][0])) > 1e-3
+
+
 def test_refusals():
-    fit = pavi.fit(nested, {"x": np.zeros((4, 3))}, family=LINEAR, batch={"point": 2}, steps=1, progress_bar=False)
+    points = {"x": np.zeros((4, 3))}
+
+    def fit(model, data, draws, family=LINEAR, **settings):
+        return pavi.fit(model, data, family=family, inner_draws=draws, steps=1, progress_bar=False, **settings)
+
     with pytest.raises(pavi.SettingError, match="even number"):
-        fit.tighten(3)
+        fit(nested, points, 3)
     with pytest.raises(pavi.SettingError, match=r"'point'.*whole"):
-        fit.tighten(4)
+        fit(nested, points, 4, batch={"point": 2})
     with pytest.raises(pavi.SettingError, match="outside of it depends on"):
-        pavi.fit(flat, {"x": np.zeros(3)}, family=LINEAR, steps=1, progress_bar=False).tighten(4)
-    whole = pavi.fit(nested, {"x": np.zeros((4, 3))}, family=pavi.baselines.CascadingFlows(2), steps=1, progress_bar=False)
+        fit(flat, {"x": np.zeros(3)}, 4)
     with pytest.raises(pavi.SettingError, match="CascadingFlows"):
-        whole.tighten(4)
-    assert len(fit.tighten(4, steps=1, batch={"point": 3}, progress_bar=False).history["elbo"]) == 1
+        fit(nested, points, 4, pavi.baselines.CascadingFlows(2))
+    assert len(fit(nested, points, 4).history["elbo"]) == 1
