@@ -7,8 +7,9 @@ kept beside it and label the results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -139,21 +140,40 @@ def some_of(template: Template, observations: Observations) -> list[np.ndarray]:
     ]
 
 
-def summarize(template: Template, arrays: Mapping[str, Any], level: Level, size: int) -> Any:
+def summarize(
+    template: Template,
+    arrays: Mapping[str, Any],
+    level: Level,
+    size: int,
+    more: Mapping[Level, Any] = MappingProxyType({}),
+) -> Any:
     """What the data say of each member of a level, in at most `size` standardized numbers: an array (*sizes, numbers).
 
     Means over the other plates of every observed site that the level's members have a part of; their leading principal
     components where there are more than `size`. The map is found on some members. Large data are never copied: they are
-    mapped where they are, a slice of the first plate at a time.
+    mapped where they are, a slice of the first plate at a time. What `more` is known of members of some levels comes first.
     """
+    if not level:
+        return np.zeros((*template.sizes(level), 0), np.float32)
+
+    def means(sources: Iterable[tuple[Level, Any]]) -> list[Any]:
+        found = []
+        for own, array in sources:
+            if set(level) <= set(own):
+                others = tuple(k for k, plate in enumerate(own) if plate not in level)
+                array = array if isinstance(array, Stored) or array.size > MOST_ON_HOST else np.asarray(array)
+                found.append(_mean(array, others) if others else array)
+        return found
+
+    known = _summary(template, means(more.items()), level, size)
+    rest = size - known.shape[-1]
+    data = _summary(template, means((site.level, arrays[site.name]) for site in template.observed if rest), level, rest)
+    return _flat([known, data], len(level)) if known.shape[-1] else data
+
+
+def _summary(template: Template, means: list[Any], level: Level, size: int) -> Any:
+    """Numbers per member, standardized; their leading principal components where there are more than `size`."""
     sizes = template.sizes(level)
-    means = []
-    for site in template.observed if level else ():
-        if set(level) <= set(site.level):
-            others = tuple(k for k, plate in enumerate(site.level) if plate not in level)
-            array = arrays[site.name]
-            array = array if isinstance(array, Stored) or array.size > MOST_ON_HOST else np.asarray(array)
-            means.append(_mean(array, others) if others else array)
     if not means:
         return np.zeros((*sizes, 0), np.float32)
     index = spread_evenly(sizes, MOST_MEASURED)

@@ -28,7 +28,7 @@ from pavi.setting import Setting, identity_of, problem_of, runner_of
 from pavi.sharding import gathered
 from pavi.stepping import Inputs, Problem, State, default_optimizers, place
 from pavi.streaming import runner
-from pavi.train import Trained, best_start, history_of, prepare, report, started_units, train
+from pavi.train import Trained, best_start, history_of, informed, prepare, report, started_units, train
 
 # Fractions of the learning rate that are tried, one after the other, while steps fail.
 PACES = (1.0, 0.5, 0.125)
@@ -232,6 +232,8 @@ def fit_study(study: Study, arguments: Any, observations: Observations, setting:
                     run,
                 )
                 schedule.early = False  # that was in the trial
+            else:
+                state = informed(problem, inputs, state, observations)
         trained = _train(problem, inputs, state, schedule, setting, keeper, progress, run)
         if trained.stop is not Stop.NON_FINITE:
             break

@@ -36,7 +36,7 @@ LARGEST_SURPRISE = 30.0
 SHARED_RATE = 5e-3
 PRIOR_DRAWS = 256
 # With several inner draws, steps that keep to the ELBO before the tighter bound is trusted.
-PLAIN_STEPS = 500
+PLAIN_STEPS = 100
 # Name of the axis of devices.
 SHARD = "shard"
 

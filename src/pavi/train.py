@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from pavi.compiling import quick_options
 from pavi.data import Observations
 from pavi.errors import TrainingError
-from pavi.families import Units
+from pavi.families import Informed, Units
 from pavi.schedule import LONGEST_CHUNK, Schedule, Stop, early_rates
 from pavi.starting import (
     HELD_STEPS,
@@ -109,6 +109,18 @@ def started_units(
     return units | given | Units(centers, spreads, {name: (units.prior_spread or units.spread)[name] for name in values})
 
 
+def informed(problem: Problem, inputs: Inputs, state: State, observations: Observations) -> State:
+    """The first state with rows that tell what can be told once it is known where latents start."""
+    rows = state.weights.rows
+    if not isinstance(problem.family, Informed):
+        return state
+    found = problem.family.inform(problem.study, inputs.arguments, observations.everything, inputs.units, rows)
+    for level in problem.hosted:
+        rows[level][...] = found[level]  # in place: it may be a memory map
+    new = {level: rows[level] if level in problem.hosted else jnp.asarray(each) for level, each in found.items()}
+    return state._replace(weights=state.weights._replace(rows=new))
+
+
 def best_start(
     problem: Problem,
     inputs: Inputs,
@@ -140,6 +152,7 @@ def best_start(
 
     def attempt(values: Mapping[str, Start], state: State) -> tuple[float, Inputs, State]:
         tried = inputs._replace(units=started_units(problem, inputs, data, seed, values))
+        state = informed(problem, tried, state, observations)
         # Let go at once, a latent is torn away by the flows of members, which start at random.
         state, _ = stretch(state, _held(problem, tried, values), 0, HELD_STEPS)
         tried = _paced(problem, tried, values, STARTED_PACE)

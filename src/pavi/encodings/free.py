@@ -78,8 +78,10 @@ class FreeEncodings:
         del template, level
         return 0
 
-    def init(self, template: Template, data: Mapping[str, Any]) -> dict[Level, Any]:
-        """Encoding arrays of the full study: what the data say of each member, then zeros.
+    def init(
+        self, template: Template, data: Mapping[str, Any], more: Mapping[Level, Any] = MappingProxyType({})
+    ) -> dict[Level, Any]:
+        """Encoding arrays of the full study: what the data say of each member, after what `more` is known, then zeros.
 
         So the shared flows learn what to make of a member's data from the first step on, and a member's own encoding
         only has to be refined in the steps that visit it.
@@ -87,7 +89,7 @@ class FreeEncodings:
         rows = {}
         for level in template.levels:
             size = self.level_size(template, level)
-            features = summarize(template, data, level, size)
+            features = summarize(template, data, level, size, more)
             xp = np if isinstance(features, np.ndarray) else jnp
             fill = [(0, 0)] * len(level) + [(0, size - features.shape[-1])]
             rows[level] = xp.pad(features.astype(jnp.result_type(float)), fill)

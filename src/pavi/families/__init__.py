@@ -2,7 +2,7 @@
 
 from pavi.families.adavi import ADAVI
 from pavi.families.asvi import ASVI
-from pavi.families.base import Family, Glimpse, Joint, Reading, Units, Weights
+from pavi.families.base import Family, Glimpse, Informed, Joint, Reading, Units, Weights
 from pavi.families.cascading import CascadingFlows
 from pavi.families.implicit import UIVI
 from pavi.families.mean_field import MeanField
@@ -17,6 +17,7 @@ __all__ = [
     "CascadingFlows",
     "Family",
     "Glimpse",
+    "Informed",
     "Joint",
     "MeanField",
     "Reading",

@@ -129,6 +129,17 @@ class Joint(Protocol):
         ...
 
 
+@runtime_checkable
+class Informed(Protocol):
+    """A family whose rows start from more than the data once it is known where latents start."""
+
+    def inform(
+        self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, rows: Mapping[Level, Any]
+    ) -> Mapping[Level, Any]:
+        """Rows to start with, for latents that start at the centers of the units."""
+        ...
+
+
 class Reading(NamedTuple):
     """A family and its weights, ready to be read for any slice."""
 

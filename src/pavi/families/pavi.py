@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -31,7 +32,7 @@ from pavi.families.base import (
     score_through,
 )
 from pavi.families.looking import encode_study, show
-from pavi.families.pulling import pull_size, pulls, with_pulls
+from pavi.families.pulling import pull_size, pulls, pulls_of_all
 from pavi.flows import MAF, Flow
 from pavi.sources import Stored
 from pavi.template import Level, Site, Template
@@ -93,6 +94,20 @@ class PAVI:
             memory = {key: np.zeros((*template.sizes(key[1]), size), shared.dtype) for key, size in sizes.items()}
         return Weights(shared, self.encodings.init(template, data), memory)
 
+    def inform(
+        self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, rows: Mapping[Level, Any]
+    ) -> Mapping[Level, Any]:
+        """Rows to start with once it is known where latents start: shown pulls, they begin with means of these."""
+        if not self.show_pull or isinstance(self.encodings, SetEncoder):
+            return rows
+        template = study.template
+        tile = partial(_pulls_of_tile, self, study, arguments, units, None)
+        found = pulls_of_all(template, rows, data, tile)
+        # Where the prior lies, the first half, is alike for all members, as far as is known yet.
+        return self.encodings.init(
+            template, data, {level: each[..., each.shape[-1] // 2 :] for level, each in found.items()}
+        )
+
     def shapes(self, template: Template, whole: frozenset[str]) -> Weights:
         dtype = jnp.result_type(float)
         count, memory = self._layout(template).size, {}
@@ -122,8 +137,7 @@ class PAVI:
         if self.show_pull:
             shown = pulls(glimpse, units, weights.rows, self._centers(template, units, weights.shared))
             rows = {
-                level: jnp.concatenate([array, shown[level]], -1) if level in shown else array
-                for level, array in weights.rows.items()
+                level: _beside(array, shown[level]) if level in shown else array for level, array in weights.rows.items()
             }
             return rows, {}
         if not isinstance(self.encodings, SetEncoder):
@@ -141,11 +155,11 @@ class PAVI:
     def settle(self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, weights: Weights) -> Reading:
         template = study.template
         if self.show_pull:
-
-            def tile(rows: Mapping, data: Mapping, indices: Mapping) -> dict[Level, Array]:
-                return _pulls_of_tile(self, study, arguments, units, weights.shared, dict(rows), dict(data), dict(indices))
-
-            rows = with_pulls(template, weights, data, tile)
+            tile = partial(_pulls_of_tile, self, study, arguments, units, weights.shared)
+            shown = pulls_of_all(template, weights.rows, data, tile)
+            rows = {
+                level: _beside(array, shown[level]) if level in shown else array for level, array in weights.rows.items()
+            }
             return Reading(self, weights._replace(rows=rows))
         if not isinstance(self.encodings, SetEncoder):
             return Reading(self, weights)
@@ -233,11 +247,20 @@ class PAVI:
 
 @quick_jit(static_argnums=(0, 1))
 def _pulls_of_tile(
-    family: PAVI, study: Study, arguments: Any, units: Units, shared: Array, rows: dict, data: dict, indices: dict
+    family: PAVI, study: Study, arguments: Any, units: Units, shared: Array | None, rows: dict, data: dict, indices: dict
 ) -> dict[Level, Array]:
-    template = study.template
+    """What members are shown; without weights, with all latents outside at the centers of their units."""
     glimpse = Glimpse(study, arguments, fixed_branch(indices), data)
-    return pulls(glimpse, units, rows, family._centers(template, units, shared))
+
+    def at_units(site: Site, prior: Prior, encoding: Array | None, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
+        center = jnp.asarray(units.center[site.name])
+        return Draw(center, None, center)
+
+    return pulls(glimpse, units, rows, at_units if shared is None else family._centers(study.template, units, shared))
+
+
+def _beside(rows: Any, shown: Any) -> Any:
+    return (np if isinstance(rows, np.ndarray) else jnp).concatenate([rows, shown], -1)
 
 
 def _refuse_stored(data: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from pavi.branch import choose_batch
 from pavi.cascade import Draw, Prior, Sampler, cascade
-from pavi.families.base import Glimpse, Units, Weights
+from pavi.families.base import Glimpse, Units
 from pavi.sources import take
 from pavi.template import Level, Site, Template
 
@@ -38,7 +38,7 @@ def pull_size(template: Template, level: Level) -> int:
 
 
 def pulls(glimpse: Glimpse, units: Units, rows: Mapping[Level, Array], centers: Sampler) -> dict[Level, Array]:
-    """For each such level, an array of numbers per member: prior centers and pulls of its latents, in the prior's units.
+    """For each such level, numbers per member: first prior centers, then pulls of its latents, in the prior's units.
 
     `centers` is the sampler that puts a latent where q centers it.
     """
@@ -66,49 +66,49 @@ def pulls(glimpse: Glimpse, units: Units, rows: Mapping[Level, Array], centers: 
     }
     gradient, values = jax.grad(log_likelihood, has_aux=True)(still)
 
-    def shown(site: Site) -> list[Array]:
+    def shown(sites: list[Site]) -> Array:
+        centers = [units.standardize(site.name, values[site.name]) for site in sites]
         # Pulls may differ by orders of magnitude: large ones count by their logarithms.
-        pull = jnp.arcsinh(gradient[site.level][site.name] * units.spread[site.name])
-        return [units.standardize(site.name, values[site.name]), pull]
+        each = [jnp.arcsinh(gradient[site.level][site.name] * units.spread[site.name]) for site in sites]
+        return jnp.concatenate([*centers, *each], -1)
 
-    return {level: jnp.concatenate([part for site in sites for part in shown(site)], -1) for level, sites in inner.items()}
+    return {level: shown(sites) for level, sites in inner.items()}
 
 
-def with_pulls(
-    template: Template, weights: Weights, data: Mapping[str, Any], tile: Callable[..., Mapping[Level, Array]]
+def pulls_of_all(
+    template: Template, rows: Mapping[Level, Any], data: Mapping[str, Any], tile: Callable[..., Mapping[Level, Array]]
 ) -> dict[Level, Any]:
-    """Rows of all members, followed, in such levels, by what members are shown, which is found in tiles of bounded size.
+    """What all members of such levels are shown, found in tiles of bounded size. It lies where the rows lie.
 
-    `tile` finds what members are shown from rows, data and indices. Where rows lie on the host, so do the new ones.
+    `tile` finds what members are shown from rows, data and indices.
     """
-    found = dict(weights.rows)
+    found = {}
     for level in pulled_levels(template):
         sizes = dict(zip(level, template.sizes(level), strict=True))
         numbers = sum(int(np.prod(site.member_shape, dtype=int)) for site in template.sites if set(site.level) <= set(level))
         caps = choose_batch(sizes, {level: numbers}, TILE_BUDGET)
-        rows = weights.rows[level]
-        xp = np if isinstance(rows, np.ndarray) else jnp
-        shown = xp.zeros((*rows.shape[:-1], pull_size(template, level)), rows.dtype)
+        xp = np if isinstance(rows[level], np.ndarray) else jnp
+        shown = xp.zeros((*sizes.values(), pull_size(template, level)), rows[level].dtype)
         for firsts in itertools.product(*(range(0, size, caps[plate]) for plate, size in sizes.items())):
             indices = {plate.name: np.zeros(1, np.int32) for plate in template.plates}
             for first, (plate, size) in zip(firsts, sizes.items(), strict=True):
                 # The last tile reaches back into the one before, so that all have one shape.
                 first = min(first, size - caps[plate])
                 indices[plate] = np.arange(first, first + caps[plate], dtype=np.int32)
-            at = {name: tuple(indices[plate] for plate in template.site(name).level) for name in data}
-            rows_here = {
-                other: take(array, tuple(indices[plate] for plate in other)) if other else array
-                for other, array in weights.rows.items()
-            }
-            data_here = {name: take(array, at[name]) if at[name] else array for name, array in data.items()}
-            place = tuple(slice(int(indices[plate][0]), int(indices[plate][-1]) + 1) for plate in level)
+            rows_here = {other: _at(array, other, indices) for other, array in rows.items()}
+            data_here = {name: _at(array, template.site(name).level, indices) for name, array in data.items()}
             part = tile(rows_here, data_here, indices)[level]
+            place = tuple(int(indices[plate][0]) for plate in level)
             if isinstance(shown, np.ndarray):
-                shown[place] = part
+                shown[tuple(slice(k, k + caps[plate]) for k, plate in zip(place, level, strict=True))] = part
             else:
-                shown = _put(shown, part, tuple(np.int32(along.start) for along in place))
-        found[level] = xp.concatenate([rows, shown], -1)
+                shown = _put(shown, part, tuple(map(np.int32, place)))
+        found[level] = shown
     return found
+
+
+def _at(array: Any, level: Level, indices: Mapping[str, np.ndarray]) -> Any:
+    return take(array, tuple(indices[plate] for plate in level)) if level else array
 
 
 @partial(jax.jit, donate_argnums=0)
