@@ -11,7 +11,8 @@ import pytest
 
 import pavi
 from pavi.branch import fixed_branch
-from pavi.families import Glimpse
+from pavi.families import Glimpse, Units
+from pavi.reading import read_study
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -44,6 +45,15 @@ def shared(groups=3):
             numpyro.sample("x", dist.Normal(theta, 1))
 
 
+def visits(w):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("group", 6, dim=-2):
+        theta = numpyro.sample("theta", dist.Normal(mu, 1))
+        with numpyro.plate("visit", 5, dim=-1):
+            z = numpyro.sample("z", dist.Normal(theta, 1))
+            numpyro.sample("x", dist.Normal(numpyro.subsample(w, 0) * z, 0.5))
+
+
 @pytest.fixture(scope="module")
 def fit():
     x = np.random.default_rng(0).normal(1.0, 2.0, GROUPS)
@@ -73,6 +83,20 @@ def test_a_settled_fit_needs_no_data(fit):
     assert part.identical(fit.sample(5, sites=["theta"])["theta"].isel(where))
 
 
+def test_encodings_of_outer_levels_start_from_means_of_pulls():
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=(6, 5)).astype(np.float32), rng.normal(size=(6, 5)).astype(np.float32)
+    study, arguments, observations = read_study(visits, {"x": x}, (w,), None)
+    data, template = observations.everything, study.template
+    units = Units(*({site.name: np.full(site.size, value, np.float32) for site in template.latents} for value in (0.3, 2.0)))
+    rows = PULLED.init(template, rng, data, frozenset()).rows
+    found = PULLED.inform(study, arguments, data, units, rows)
+    pull = np.arcsinh(2.0 * w * (x - 0.3 * w) / 0.25)  # where z starts: at its prior's center, that of theta
+    means = pull.mean(1)
+    np.testing.assert_allclose(found[("group",)][:, 0], (means - means.mean()) / means.std(), atol=1e-4)
+    np.testing.assert_allclose(found[("group", "visit")][..., 0], (pull - pull.mean()) / pull.std(), atol=1e-4)
+
+
 def test_the_gradient_is_unbiased_over_branchings():
     _, _, value_error, grad_error = compare(*CASES["crossed"], PULLED)
     assert value_error < 1e-5
@@ -88,7 +112,6 @@ def test_members_are_known_before_they_are_visited():
         pavi.fit(weighed, {"x": x}, model_args=(w,), family=pavi.PAVI(flow=pavi.Affine(), show_pull=pull), **settings)
         for pull in (False, True)
     )
-    print(plain.elbo(64), shown.elbo(64))
     assert shown.elbo(64).mean > plain.elbo(64).mean + 100
 
 

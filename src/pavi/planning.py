@@ -15,7 +15,8 @@ import numpy as np
 import xarray as xr
 
 from pavi.errors import SettingError
-from pavi.families import PAVI, Family
+from pavi.families import PAVI, Family, Weights
+from pavi.families.pulling import pull_size, pulled_levels
 from pavi.reading import check_batch, members_per_step, split_arguments
 from pavi.sources import is_stored
 from pavi.stepping import State, default_optimizers, first_state
@@ -48,7 +49,7 @@ class Plan:
         encoding_sizes: numbers of one encoding, by level.
         data_bytes: observed data and the model's array arguments.
         state_bytes: weights, rows and the state of their optimizer.
-        temporary_bytes: what one step needs beside these, about.
+        temporary_bytes: what one step needs beside these, about; or the end of a fit, where that is more.
         step_bytes: bytes that one step must read and write: data and rows of its members.
         memory: bytes that the device has for them.
         data_place: where the data lie.
@@ -191,7 +192,7 @@ def make_plan(
         encoding_sizes={level: rows.shape[-1] for level, rows in weights.rows.items()},
         data_bytes=sum(sizes.values()) + _bytes(arguments),
         state_bytes=_bytes((state.weights, state.optimizer, state.row_optimizer)),
-        temporary_bytes=temporary_bytes,
+        temporary_bytes=max(temporary_bytes, _pull_bytes(template, family, weights)),
         step_bytes=step_bytes,
         memory=device_memory() if memory is None else memory,
         data_place=Place.STORED if stored else Place.DEVICE,
@@ -232,6 +233,17 @@ def _of_a_step(
     for site in template.latents:
         touched += members(site.level) * num_particles * (site.size * STEP_COST + 64)
     return moved, 4 * touched
+
+
+def _pull_bytes(template: Template, family: Family, weights: Weights) -> int:
+    """What it takes to put pulls of all members beside their rows, when training has ended."""
+    if not isinstance(family, PAVI) or not family.show_pull:
+        return 0
+    sizes = {level: pull_size(template, level) for level in pulled_levels(template)}
+    return sum(
+        math.prod(weights.rows[level].shape[:-1]) * (2 * size + weights.rows[level].shape[-1]) * 4
+        for level, size in sizes.items()
+    )
 
 
 def folder_of(placement: str | os.PathLike | None) -> str | None:
