@@ -6,6 +6,7 @@
     python benchmarks/cohort.py --growth         # step time and accuracy from 10 to 1,000 subjects
     python benchmarks/cohort.py --memory         # the plan against the peak, the bytes of a step against a copy
     python benchmarks/cohort.py --relaxed        # the paper's form: labels relaxed, its flows and its batch
+    python benchmarks/cohort.py --pull           # flows are shown which way the data of a subject's vertex pull
     python benchmarks/cohort.py --draws 16       # subjects' logits averaged out over so many draws: slower, and less biased
 
 The model is `pavi.models.parcellation`, labels summed out unless `--relaxed`. Two settings: prior scales as in the paper,
@@ -34,6 +35,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 }
 EVALUATED = 20
 FAMILY = pavi.PAVI(flow=pavi.Affine())
+PULLED = pavi.PAVI(flow=pavi.Affine(), show_pull=True)
 # With several draws the population's logits must be able to lean on gamma, and the draws be near the posterior.
 LEANING = pavi.PAVI(flow={"population_logits": pavi.Affine("tril"), ...: pavi.Affine()}, show_pull=True)
 PAPER = pavi.PAVI(
@@ -124,7 +126,7 @@ def run(arguments: argparse.Namespace, names: list[str]) -> None:
     batch = {"subject": min(arguments.batch[0], subjects), "vertex": min(arguments.batch[1], vertices)}
     if arguments.relaxed:
         batch["session"] = 1
-    family = PAPER if arguments.relaxed else LEANING if arguments.draws > 1 else FAMILY
+    family = PAPER if arguments.relaxed else LEANING if arguments.draws > 1 else PULLED if arguments.pull else FAMILY
     settings = {
         "family": family,
         "batch": batch,
@@ -222,6 +224,7 @@ def main() -> None:
     parser.add_argument("--only", choices=list(SETTINGS))
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--relaxed", action="store_true")
+    parser.add_argument("--pull", action="store_true")
     parser.add_argument("--draws", type=int, default=1, help="draws of the subjects' logits")
     parser.add_argument("--memory", action="store_true")
     arguments = parser.parse_args()
