@@ -94,6 +94,7 @@ def test_four_levels_without_dims():
     assert_moments(fit, exact, exact.mean, mean_tolerance=0.15, sd_tolerance=0.12)
 
 
+@pytest.mark.parametrize("scheme", ["free"], indirect=True)
 def test_crossed_plates_with_a_latent_on_each_and_on_their_product():
     def model():
         rows = numpyro.plate("row", 6, dim=-2)

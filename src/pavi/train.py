@@ -115,6 +115,8 @@ def informed(problem: Problem, inputs: Inputs, state: State, observations: Obser
     if not isinstance(problem.family, Informed):
         return state
     found = problem.family.inform(problem.study, inputs.arguments, observations.everything, inputs.units, rows)
+    if found is rows:
+        return state
     for level in problem.hosted:
         rows[level][...] = found[level]  # in place: it may be a memory map
     new = {level: rows[level] if level in problem.hosted else jnp.asarray(each) for level, each in found.items()}

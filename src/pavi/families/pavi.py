@@ -101,8 +101,7 @@ class PAVI:
         if not self.show_pull or isinstance(self.encodings, SetEncoder):
             return rows
         template = study.template
-        tile = partial(_pulls_of_tile, self, study, arguments, units, None)
-        found = pulls_of_all(template, rows, data, tile)
+        found = pulls_of_all(template, rows, data, partial(_pulls_of_tile, self, study, arguments, units, None))
         # Where the prior lies, the first half, is alike for all members, as far as is known yet.
         return self.encodings.init(
             template, data, {level: each[..., each.shape[-1] // 2 :] for level, each in found.items()}
