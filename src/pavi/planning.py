@@ -17,7 +17,7 @@ import xarray as xr
 from pavi.errors import SettingError
 from pavi.families import PAVI, Family, Weights
 from pavi.families.pulling import pull_size, pulled_levels
-from pavi.reading import check_batch, members_per_step, split_arguments
+from pavi.reading import check_batch, check_draws, members_per_step, split_arguments
 from pavi.sources import is_stored
 from pavi.stepping import State, default_optimizers, first_state
 from pavi.template import Level, Template
@@ -149,6 +149,7 @@ def plan(
     names = [str(name) for name in data]
     template, _ = trace(model, names, tuple(model_args), model_kwargs)
     family = family or PAVI()
+    check_draws(inner_draws, family)
     batch = check_batch(template, batch, family)
     _, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
     return make_plan(template, arguments, data, family, batch, num_particles * inner_draws, memory, placement)

@@ -1,4 +1,4 @@
-"""Tiles: blocks of members and draws, of one fixed shape, in which a posterior of any size is read."""
+"""Tiles: blocks of members and draws, of one fixed shape, in which a study of any size is read."""
 
 from __future__ import annotations
 

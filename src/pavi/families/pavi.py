@@ -135,10 +135,7 @@ class PAVI:
         template = glimpse.study.template
         if self.show_pull:
             shown = pulls(glimpse, units, weights.rows, self._centers(template, units, weights.shared))
-            rows = {
-                level: _beside(array, shown[level]) if level in shown else array for level, array in weights.rows.items()
-            }
-            return rows, {}
+            return _beside(weights.rows, shown), {}
         if not isinstance(self.encodings, SetEncoder):
             return weights.rows, {}
         flat = weights.shared[self._layout(template).size :]
@@ -156,10 +153,7 @@ class PAVI:
         if self.show_pull:
             tile = partial(_pulls_of_tile, self, study, arguments, units, weights.shared)
             shown = pulls_of_all(template, weights.rows, data, tile)
-            rows = {
-                level: _beside(array, shown[level]) if level in shown else array for level, array in weights.rows.items()
-            }
-            return Reading(self, weights._replace(rows=rows))
+            return Reading(self, weights._replace(rows=_beside(weights.rows, shown)))
         if not isinstance(self.encodings, SetEncoder):
             return Reading(self, weights)
         _refuse_stored(data)
@@ -258,8 +252,13 @@ def _pulls_of_tile(
     return pulls(glimpse, units, rows, at_units if shared is None else family._centers(study.template, units, shared))
 
 
-def _beside(rows: Any, shown: Any) -> Any:
-    return (np if isinstance(rows, np.ndarray) else jnp).concatenate([rows, shown], -1)
+def _beside(rows: Mapping[Level, Any], shown: Mapping[Level, Any]) -> dict[Level, Any]:
+    """Rows followed by what their members are shown, in the levels where they are."""
+
+    def joined(row: Any, pull: Any) -> Any:
+        return (np if isinstance(row, np.ndarray) else jnp).concatenate([row, pull], -1)
+
+    return {level: joined(row, shown[level]) if level in shown else row for level, row in rows.items()}
 
 
 def _refuse_stored(data: Mapping[str, Any]) -> None:

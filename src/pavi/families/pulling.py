@@ -1,13 +1,12 @@
 """What the data of a member say of its innermost latents: where their prior lies, and which way the data pull from there.
 
 With all latents outside at their centers, the gradient of a member's log-likelihood by its own latents, at the prior's
-center, is found by running the model once. A flow that is shown both needs no encoding of its own to know what to make of
-a member's data, however seldom a step visits the member.
+center, is found by running the model once. A flow that is shown both knows most of what to make of a member's data, however
+seldom a step visits the member and refines its encoding.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,14 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from pavi.branch import choose_batch
 from pavi.cascade import Draw, Prior, Sampler, cascade
 from pavi.families.base import Glimpse, Units
 from pavi.sources import take
 from pavi.template import Level, Site, Template
-
-# Numbers of data and latents held on the device while members are shown in tiles.
-TILE_BUDGET = 2**24
+from pavi.tiles import tiles
 
 
 def pulled_levels(template: Template) -> frozenset[Level]:
@@ -44,8 +40,7 @@ def pulls(glimpse: Glimpse, units: Units, rows: Mapping[Level, Array], centers: 
     """
     study, arguments, branch, data = glimpse
     template = study.template
-    levels = pulled_levels(template)
-    inner = {level: [site for site in template.innermost if site.level == level] for level in levels}
+    inner = {level: [site for site in template.innermost if site.level == level] for level in pulled_levels(template)}
 
     def sampler(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
         row, moved = encoding
@@ -83,26 +78,19 @@ def pulls_of_all(
     `tile` finds what members are shown from rows, data and indices.
     """
     found = {}
+    members = {plate.name: np.arange(plate.size) for plate in template.plates}
     for level in pulled_levels(template):
-        sizes = dict(zip(level, template.sizes(level), strict=True))
-        numbers = sum(int(np.prod(site.member_shape, dtype=int)) for site in template.sites if set(site.level) <= set(level))
-        caps = choose_batch(sizes, {level: numbers}, TILE_BUDGET)
         xp = np if isinstance(rows[level], np.ndarray) else jnp
-        shown = xp.zeros((*sizes.values(), pull_size(template, level)), rows[level].dtype)
-        for firsts in itertools.product(*(range(0, size, caps[plate]) for plate, size in sizes.items())):
-            indices = {plate.name: np.zeros(1, np.int32) for plate in template.plates}
-            for first, (plate, size) in zip(firsts, sizes.items(), strict=True):
-                # The last tile reaches back into the one before, so that all have one shape.
-                first = min(first, size - caps[plate])
-                indices[plate] = np.arange(first, first + caps[plate], dtype=np.int32)
-            rows_here = {other: _at(array, other, indices) for other, array in rows.items()}
-            data_here = {name: _at(array, template.site(name).level, indices) for name, array in data.items()}
-            part = tile(rows_here, data_here, indices)[level]
-            place = tuple(int(indices[plate][0]) for plate in level)
+        shown = xp.zeros((*template.sizes(level), pull_size(template, level)), rows[level].dtype)
+        for at, _, _ in tiles(template, [level], members, 1):
+            rows_here = {other: _at(array, other, at.indices) for other, array in rows.items()}
+            data_here = {name: _at(array, template.site(name).level, at.indices) for name, array in data.items()}
+            place = tuple(at.slices[plate] for plate in level)
+            part = tile(rows_here, data_here, at.indices)[level][tuple(slice(each.stop - each.start) for each in place)]
             if isinstance(shown, np.ndarray):
-                shown[tuple(slice(k, k + caps[plate]) for k, plate in zip(place, level, strict=True))] = part
+                shown[place] = part
             else:
-                shown = _put(shown, part, tuple(map(np.int32, place)))
+                shown = _put(shown, part, tuple(np.int32(each.start) for each in place))
         found[level] = shown
     return found
 
