@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace, names: list[str]) -> None:
         "family": family,
         "batch": batch,
         "num_particles": arguments.particles,
-        "inner_draws": arguments.draws,
+        "inner_points": arguments.draws,
     }
     print(f"{jax.devices()[0].device_kind}, labels {form}, {subjects:,} subjects, {vertices:,} vertices, {batch} per step\n")
     columns = ["setting", "seed", "latents", "steps", "seconds", "before the first step", "accuracy", "best", "lowest r"]

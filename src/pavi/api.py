@@ -16,7 +16,7 @@ from pavi.families import PAVI, Family
 from pavi.fitting import Fit, fit_study
 from pavi.planning import Place, device_memory, folder_of, make_plan
 from pavi.posterior import seed_of
-from pavi.reading import check_batch, check_counts, check_draws, check_runs, read_model
+from pavi.reading import check_batch, check_counts, check_points, check_runs, read_model
 from pavi.setting import Setting
 from pavi.sharding import number_of
 from pavi.starting import unconstrain, usual_starts
@@ -32,7 +32,7 @@ def fit(
     batch: Mapping[str, int] | None = None,
     steps: int | None = None,
     num_particles: int = 8,
-    inner_draws: int = 1,
+    inner_points: int = 0,
     optimizer: optax.GradientTransformation | None = None,
     init: Mapping[str, Any] | None = None,
     starts: int | None = None,
@@ -55,10 +55,11 @@ def fit(
         batch: members per step, by plate; chosen by size for the plates not named.
         steps: how many training steps; by default until the ELBO has settled.
         num_particles: Monte Carlo samples per step.
-        inner_draws: how often the innermost latents are drawn for each draw of the others; an even number, such as 16, or
-            one. With several, the others are trained on the logarithm of the mean of p / q over these draws, member by
-            member, so that what the members' flows cannot express does not bias them. `history["elbo"]` is then that bound.
-            An even `num_particles`, such as 2, mirrors half of the global draws, which tells what members make of them.
+        inner_points: over how many points of their prior the innermost latents are averaged out for all other latents, a
+            power of two, such as 256; none by default. What the innermost flows cannot express then does not bias the
+            others. `history["elbo"]` is that bound, or the ELBO in a step where it is larger: points are of use where single
+            members say little. An even `num_particles`, such as 2, mirrors half of the global draws, which tells what
+            members make of them.
         optimizer: an `optax.GradientTransformation` with its own learning rate, for all weights.
         init: values around which the posterior of some latents starts, by site, each in the shape of one member.
         starts: how many starting points to try for some steps, before the best one is trained on. By default one, and four
@@ -94,11 +95,11 @@ def fit(
     template = study.template
     check_counts(steps, num_particles, starts)
     family = PAVI() if family is None else family
-    check_draws(inner_draws, family)
+    inner = check_points(inner_points, template, family)
     batch = check_batch(template, batch, family)
     check_runs(template, runs)
     memory = device_memory() * number_of(devices)
-    planned = make_plan(template, arguments, data, family, batch, num_particles * inner_draws, memory, placement)
+    planned = make_plan(template, arguments, data, family, batch, num_particles, memory, placement, inner)
     observations = observe(template, data, supports, on_host=planned.data_place is Place.HOST)
     runs = usual_runs(template, observations.stored, planned.batch) if runs is None else runs
     starts = usual_starts(template) if starts is None else starts
@@ -119,6 +120,6 @@ def fit(
         runs,
         planned.rows_place is Place.HOST,
         folder_of(placement),
-        inner_draws,
+        inner_points,
     )
     return fit_study(study, arguments, observations, setting)

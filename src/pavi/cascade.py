@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 from jaxtyping import Array, Float, Int, PRNGKeyArray
-from numpyro.distributions import constraints
-from numpyro.distributions.transforms import ExpTransform, Transform, biject_to
 from numpyro.handlers import seed
 from numpyro.primitives import Messenger
 
 from pavi.branch import Branch
-from pavi.flows import without_paths
+from pavi.inner import Inner
+from pavi.mixing import averaged
+from pavi.prior import Prior
 from pavi.template import Kind, Level, Site, Template
 from pavi.tracing import Message, show_member
 
@@ -50,8 +50,6 @@ class Hashable:
 
 # Keys are folded with member indices and with site numbers; this keeps the two apart.
 SITE_TAG = 2**31
-# Draws whose mean stands for the center of a prior that has no simple one.
-CENTER_DRAWS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,84 +66,6 @@ class Study:
     def run(self, arrays: Any) -> None:
         args, kwargs = eqx.combine(arrays, self.static.value)
         self.model(*args, **kwargs)
-
-
-class Prior(NamedTuple):
-    """A site's conditional prior for one member, seen in unconstrained space as a flat vector."""
-
-    fn: dist.Distribution
-    transform: Transform
-    inner: dist.Distribution | None
-    """The same in unconstrained space, where its form is known: no overflow on the way there and back."""
-    sign: Any = None
-    """Minus one mirrors draws at their mean, where the prior is symmetric in unconstrained space."""
-
-    @classmethod
-    def of(cls, fn: dist.Distribution, sign: Any = None) -> Prior:
-        return cls(fn, biject_to(fn.support), _inner(fn), sign)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.fn.batch_shape, *self.transform.inverse_shape(self.fn.event_shape))
-
-    def draw(self, key: PRNGKeyArray) -> Float[Array, " size"]:
-        plain = self.fn if self.inner is None else self.inner
-        if self.sign is not None and _symmetric(plain):
-            return (plain.mean + self.sign * (plain.sample(key) - plain.mean)).reshape(-1)
-        if self.inner is not None:
-            return self.inner.sample(key).reshape(-1)
-        drawn = self.transform.inv(self.fn.sample(key)).reshape(-1)
-        # A draw that rounds onto the edge of its support has no finite image.
-        return jnp.where(jnp.isfinite(drawn), drawn, 0.0)
-
-    def center(self) -> Float[Array, " size"]:
-        """About where the prior puts the value."""
-        plain = self.fn if self.inner is None else self.inner
-        if _symmetric(plain):
-            return jnp.broadcast_to(plain.mean, plain.shape()).reshape(-1)
-        return jax.vmap(self.draw)(jax.random.split(jax.random.key(0), CENTER_DRAWS)).mean(0)
-
-    def constrain(self, value: Float[Array, " size"]) -> tuple[Array, Float[Array, ""]]:
-        """The value in its own space and log |d value / d unconstrained|."""
-        inner = value.reshape(self.shape)
-        outer = self.transform(inner)
-        return outer, self.transform.log_abs_det_jacobian(inner, outer).sum()
-
-    def log_prob(self, value: Float[Array, " size"]) -> Float[Array, ""]:
-        """Log-density over unconstrained space."""
-        if self.inner is not None:
-            return self.inner.log_prob(value.reshape(self.shape)).sum()
-        outer, log_det = self.constrain(value)
-        return self.fn.log_prob(outer).sum() + log_det
-
-    def log_probs(self, value: Float[Array, " size"]) -> Array:
-        """Log-densities of the constrained value, one per batch element."""
-        inner = value.reshape(self.shape)
-        outer = self.transform(inner)
-        if self.inner is None:
-            return self.fn.log_prob(outer)
-        return self.inner.log_prob(inner) - self.transform.log_abs_det_jacobian(inner, outer)
-
-
-def _inner(fn: dist.Distribution) -> dist.Distribution | None:
-    """The distribution of the logarithm of a log-normal and the like; None where there is no such form."""
-    if isinstance(fn, dist.Independent):
-        inner = _inner(fn.base_dist)
-        return None if inner is None else inner.to_event(fn.reinterpreted_batch_ndims)
-    if isinstance(fn, dist.ExpandedDistribution):
-        inner = _inner(fn.base_dist)
-        return None if inner is None else inner.expand(fn.batch_shape)
-    if isinstance(fn, dist.TransformedDistribution) and len(fn.transforms) == 1:
-        plain = fn.base_dist.support == constraints.real and isinstance(fn.transforms[0], ExpTransform)
-        return fn.base_dist if plain and fn.support == constraints.positive else None
-    return None
-
-
-def _symmetric(fn: dist.Distribution) -> bool:
-    """Whether a distribution over unconstrained space is known to be symmetric around its mean."""
-    while isinstance(fn, dist.Independent | dist.ExpandedDistribution):
-        fn = fn.base_dist
-    return isinstance(fn, dist.Normal | dist.MultivariateNormal)
 
 
 class Draw(NamedTuple):
@@ -182,15 +102,14 @@ class Pass(NamedTuple):
     seen: dict[str, Any]
 
 
-class Inner(NamedTuple):
-    """The innermost level of a model, whose latents are drawn several times for each draw of the others."""
+# Name of the axis of points.
+POINTS = "points"
+# Chances are kept this far from zero and one.
+EDGE = 1e-6
 
-    level: Level
-    draws: int
 
-    def holds(self, site: Site) -> bool:
-        """Whether a site has an axis of such draws: it is in all the plates of the level."""
-        return set(self.level) <= set(site.level)
+class _Unmixable(ValueError):
+    """The mean over points of a density is not of a simple form."""
 
 
 class _Cascade(Messenger):
@@ -205,10 +124,11 @@ class _Cascade(Messenger):
         predict: bool,
         inner: Inner | None,
         number: Int[Array, ""] | int,
+        mixed: bool,
         sign: Any,
     ):
         super().__init__()
-        self.inner, self.number, self.sign = inner, number, sign
+        self.inner, self.number, self.mixed, self.sign = inner, number, mixed, sign
         self.template, self.sampler, self.encodings = template, sampler, encodings
         self.indices, self.data, self.predict = indices, data, predict
         self.keys: dict[Level, PRNGKeyArray] = {(): key}
@@ -234,30 +154,48 @@ class _Cascade(Messenger):
             _, site = self.sites[msg["name"]]
             self.found.values[site.name] = jnp.asarray(msg["value"]).reshape(site.member_shape)
 
-    def _key(self, site: Site) -> PRNGKeyArray:
-        for k in range(len(site.level)):
-            if site.level[: k + 1] not in self.keys:
-                inner = jax.random.fold_in(self.keys[site.level[:k]], self.indices[site.level[k]])
-                self.keys[site.level[: k + 1]] = inner
-        key = jax.random.fold_in(self.keys[site.level], SITE_TAG + self.sites[site.name][0])
-        return jax.random.fold_in(key, self.number) if self.inner is not None and self.inner.holds(site) else key
+    def _key(self, site: Site, level: Level | None = None) -> PRNGKeyArray:
+        """The key of a site's member, or of its outer one in another level."""
+        level = site.level if level is None else level
+        for k in range(len(level)):
+            if level[: k + 1] not in self.keys:
+                self.keys[level[: k + 1]] = jax.random.fold_in(self.keys[level[:k]], self.indices[level[k]])
+        return jax.random.fold_in(self.keys[level], SITE_TAG + self.sites[site.name][0])
 
     def _latent(self, site: Site, msg: Message) -> None:
         fn, counts = _unmasked(msg["fn"])
         prior = Prior.of(fn, None if site.level else self.sign)
-        # Path gradients are those of a mean of log-ratios, not of a logarithm of a mean of ratios.
-        with without_paths() if self.inner is not None and self.inner.holds(site) else nullcontext():
-            drawn, log_q, _ = self.drawn[site.name] = self.sampler(
-                site, prior, self.encodings.get(site.level), self.drawn, self._key(site)
-            )
-        value, log_det = prior.constrain(drawn)
+        if self.inner is not None and self.inner.holds(site):
+            self.drawn[site.name] = self._point(self.inner, site, prior)
+            self._note(site, msg, prior, jnp.zeros(()), jnp.zeros(()))
+            return
+        drawn, log_q, _ = self.drawn[site.name] = self.sampler(
+            site, prior, self.encodings.get(site.level), self.drawn, self._key(site)
+        )
+        _, log_det = prior.constrain(drawn)
         log_p = _scaled(prior.log_probs(drawn), self._scale(site, msg))
-        self.found.values[site.name] = value.reshape(site.member_shape)
-        self.found.unconstrained[site.name] = drawn
         # A member whose prior the model masks out counts in neither sum.
-        self.found.log_p[site.name] = jnp.where(counts, log_p, 0.0)
-        self.found.log_q[site.name] = jnp.where(counts, jnp.zeros(()) if log_q is None else log_q - log_det, 0.0)
-        msg["value"] = value
+        log_q = jnp.zeros(()) if log_q is None else log_q - log_det
+        self._note(site, msg, prior, jnp.where(counts, log_p, 0.0), jnp.where(counts, log_q, 0.0))
+
+    def _point(self, inner: Inner, site: Site, prior: Prior) -> Draw:
+        """A point of the prior: p and q are the same there, and each point counts alike.
+
+        Points are shifted at random, all of a member by the same amount. Where their mean acts on chances alone, members
+        share them, which makes it one mean for all; elsewhere their errors had better not add up.
+        """
+        level = inner.shared(self.template) if self.mixed else inner.level
+        shift = jax.random.uniform(self._key(site, level), (site.size,))
+        chances = (jnp.asarray(inner.chances(self.template)[site.name])[self.number] + shift) % 1.0
+        value = prior.quantile(jnp.clip(chances, EDGE, 1 - EDGE))
+        return Draw(value, None, value)
+
+    def _note(self, site: Site, msg: Message, prior: Prior, log_p: Array, log_q: Array) -> None:
+        drawn = self.drawn[site.name].value
+        msg["value"], _ = prior.constrain(drawn)
+        self.found.values[site.name] = msg["value"].reshape(site.member_shape)
+        self.found.unconstrained[site.name] = drawn
+        self.found.log_p[site.name], self.found.log_q[site.name] = log_p, log_q
 
     def _observed(self, site: Site, msg: Message) -> None:
         fn = msg["fn"]
@@ -266,7 +204,12 @@ class _Cascade(Messenger):
             msg["value"] = value
             self.found.values[site.name] = value.reshape(site.member_shape)
             self.found.seen[site.name] = _seen(fn).reshape(site.member_shape)
-        self.found.log_p[site.name] = _scaled(fn.log_prob(msg["value"]), self._scale(site, msg))
+        scale = self._scale(site, msg)
+        if self.mixed and self.inner is not None and self.inner.holds(site):
+            if not (scale is None or (isinstance(scale, float) and scale == 1.0)):
+                raise _Unmixable  # the mean of a power
+            fn = averaged(fn, lambda values: jax.lax.pmean(values, POINTS))
+        self.found.log_p[site.name] = _scaled(fn.log_prob(msg["value"]), scale)
 
     def _scale(self, site: Site, msg: Message) -> Any:
         """The model's own `handlers.scale`, without the factor of each plate for the members it does not show."""
@@ -334,20 +277,21 @@ def cascade(
         encodings: per level, arrays (or trees of them) for the branch's members, with its plates' axes in front.
         data: per observed site, its values at the branch's members, laid out the same way.
         predict: draw the observed sites instead of taking their data.
-        inner: draw the latents of one level several times; an axis for these draws comes after those of the plates.
+        inner: put the latents of one level at points of their prior; an axis for these comes after those of the plates. A
+            site whose density can be averaged over points as a whole has none: its log p is that of the average.
         sign: minus one mirrors the draws of global latents.
     """
     template = study.template
 
-    def member(encodings: dict, indices: dict, data: dict, number: Int[Array, ""] | int = 0) -> Pass:
-        handler = _Cascade(template, sampler, encodings, indices, data, key, predict, inner, number, sign)
+    def member(encodings: dict, indices: dict, data: dict, number: Int[Array, ""] | int = 0, mixed: bool = False) -> Pass:
+        handler = _Cascade(template, sampler, encodings, indices, data, key, predict, inner, number, mixed, sign)
         with seed(rng_seed=key), handler:
             study.run(arrays)
         return handler.found
 
     run: Callable[..., Pass] = member
     if inner is not None:
-        run = _over_draws(member, template, inner)
+        run = _over_points(member, template, inner)
     for plate in reversed(template.plates):
         run = _over_plate(run, template, plate.name)
     # On accelerators products of matrices are rounded to ten bits by default: too coarse for narrow posteriors.
@@ -375,12 +319,25 @@ def _over_plate(run: Callable[..., Pass], template: Template, plate: str) -> Cal
     return mapped
 
 
-def _over_draws(run: Callable[..., Pass], template: Template, inner: Inner) -> Callable[..., Pass]:
-    """Maps a run over draws of an inner level; what does not depend on them is computed once."""
-    out_axes = _found_axes(template, lambda site: 0 if inner.holds(site) else None)
+def _over_points(run: Callable[..., Pass], template: Template, inner: Inner) -> Callable[..., Pass]:
+    """Maps a run over points of an inner level; what does not depend on them is computed once."""
+
+    def axis(site: Site) -> int | None:
+        return 0 if inner.holds(site) else None
+
+    every = _found_axes(template, axis)
+    averaged = {name: None if template.site(name).kind is not Kind.LATENT else each for name, each in every.log_p.items()}
+
+    def over(run: Callable[..., Pass], out_axes: Pass) -> Pass:
+        return jax.vmap(run, out_axes=out_axes, axis_name=POINTS)(jnp.arange(inner.points))
 
     def mapped(encodings: dict, indices: dict, data: dict) -> Pass:
-        return jax.vmap(partial(run, encodings, indices, data), out_axes=out_axes)(jnp.arange(inner.draws))
+        at_point = partial(run, encodings, indices, data)
+        if inner.mixable(template):
+            # What still differs between points after averaging has no place in the result, so this cannot go wrong unseen.
+            with suppress(ValueError):
+                return over(partial(at_point, mixed=True), every._replace(log_p=averaged))
+        return over(at_point, every)
 
     return mapped
 

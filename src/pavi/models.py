@@ -15,6 +15,7 @@ from numpyro.distributions import constraints
 from tqdm.auto import tqdm
 
 from pavi.errors import SettingError
+from pavi.mixing import Mean, log_mean_softmax
 
 
 class SharedLabel(dist.Distribution):
@@ -54,6 +55,10 @@ class SharedLabel(dist.Distribution):
         around = squares[..., None] - 2 * total @ self.locs.T + count * (self.locs**2).sum(-1)
         log_norm = count * features * (jnp.log(self.scales) + 0.5 * jnp.log(2 * jnp.pi))
         return jax.nn.log_softmax(self.logits) - 0.5 * around / self.scales**2 - log_norm
+
+    def averaged(self, mean: Mean) -> SharedLabel:
+        """The same with the mean of the labels' chances; vectors and scales must not differ in what is averaged over."""
+        return SharedLabel(log_mean_softmax(self.logits, mean), self.locs, self.scales, self.num_vectors)
 
     def log_prob(self, value: Float[Array, "*batch vector feature"]) -> Float[Array, "*batch"]:
         return jax.nn.logsumexp(self.log_joint(value), -1)

@@ -17,7 +17,8 @@ import xarray as xr
 from pavi.errors import SettingError
 from pavi.families import PAVI, Family, Weights
 from pavi.families.pulling import pull_size, pulled_levels
-from pavi.reading import check_batch, check_draws, members_per_step, split_arguments
+from pavi.inner import Inner
+from pavi.reading import check_batch, check_points, members_per_step, split_arguments
 from pavi.sources import is_stored
 from pavi.stepping import State, default_optimizers, first_state
 from pavi.template import Level, Template
@@ -25,6 +26,8 @@ from pavi.tracing import data_name, trace
 
 # Numbers a step holds per number that it touches: layers of a flow, forward and backward.
 STEP_COST = 12
+# The same for a number of a point.
+POINT_COST = 3
 # Part of a device's memory that a fit may plan with.
 USABLE = 0.9
 
@@ -112,7 +115,7 @@ def plan(
     family: Family | None = None,
     batch: Mapping[str, int] | None = None,
     num_particles: int = 8,
-    inner_draws: int = 1,
+    inner_points: int = 0,
     memory: int | None = None,
     placement: str | os.PathLike | None = None,
 ) -> Plan:
@@ -126,7 +129,7 @@ def plan(
         family: the variational family; `pavi.PAVI()` by default.
         batch: members per step, by plate; chosen by size for the plates not named.
         num_particles: Monte Carlo samples per step.
-        inner_draws: as in `pavi.fit`.
+        inner_points: as in `pavi.fit`.
         memory: bytes the device has; by default what it says of itself.
         placement: as in `pavi.fit`; by default data and rows lie on the device as far as there is room.
 
@@ -149,10 +152,10 @@ def plan(
     names = [str(name) for name in data]
     template, _ = trace(model, names, tuple(model_args), model_kwargs)
     family = family or PAVI()
-    check_draws(inner_draws, family)
+    inner = check_points(inner_points, template, family)
     batch = check_batch(template, batch, family)
     _, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
-    return make_plan(template, arguments, data, family, batch, num_particles * inner_draws, memory, placement)
+    return make_plan(template, arguments, data, family, batch, num_particles, memory, placement, inner)
 
 
 def make_plan(
@@ -164,13 +167,14 @@ def make_plan(
     num_particles: int,
     memory: int | None = None,
     placement: str | os.PathLike | None = None,
+    inner: Inner | None = None,
 ) -> Plan:
     """What `plan` says, for a model that has been read.
 
     Rows and data are put on the device while there is room; then data stay on the host, which can be read ahead of the
     steps; then rows do as well.
     """
-    chosen, _ = members_per_step(template, batch, num_particles)
+    chosen, _ = members_per_step(template, batch, num_particles, inner)
     whole = frozenset(plate for plate, count in chosen.items() if count == template.plate(plate).size)
     weights = family.shapes(template, whole)
     state = jax.eval_shape(
@@ -183,7 +187,7 @@ def make_plan(
     sizes = {name: math.prod(np.shape(array)) * np.dtype(array.dtype).itemsize for name, array in arrays.items()}
     stored = sum(sizes[name] for name, array in arrays.items() if is_stored(array))
     movable = sum(sizes[name] for name, array in arrays.items() if not isinstance(array, jax.Array)) - stored
-    step_bytes, temporary_bytes = _of_a_step(template, arrays, state, chosen, num_particles)
+    step_bytes, temporary_bytes = _of_a_step(template, arrays, state, chosen, num_particles, inner)
     found = Plan(
         template=template,
         num_latents=template.num_latents,
@@ -216,7 +220,12 @@ def make_plan(
 
 
 def _of_a_step(
-    template: Template, arrays: Mapping[str, Any], state: State, batch: Mapping[str, int], num_particles: int
+    template: Template,
+    arrays: Mapping[str, Any],
+    state: State,
+    batch: Mapping[str, int],
+    num_particles: int,
+    inner: Inner | None,
 ) -> tuple[int, int]:
     """Bytes that a step must read and write, and about what it needs beside them."""
 
@@ -233,6 +242,8 @@ def _of_a_step(
         moved += 2 * members(level) * per_member
     for site in template.latents:
         touched += members(site.level) * num_particles * (site.size * STEP_COST + 64)
+    for level, numbers in ({} if inner is None else inner.work(template)).items():
+        touched += members(level) * num_particles * numbers * POINT_COST
     return moved, 4 * touched
 
 

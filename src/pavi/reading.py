@@ -18,6 +18,7 @@ from pavi.data import Observations, observe, sizes_of
 from pavi.encodings import SetEncoder
 from pavi.errors import DataError, LoadError, PaviError, SettingError
 from pavi.families import PAVI, Family, Joint
+from pavi.inner import Inner, inner_of
 from pavi.template import Kind, Level, Template
 from pavi.tracing import is_array, read_template, trace
 
@@ -89,14 +90,15 @@ def check_counts(steps: int | None, num_particles: int, starts: int | None) -> N
         raise SettingError(f"starts={starts}: expected at least 1, or None to leave it to the model.")
 
 
-def check_draws(inner_draws: int, family: Family) -> None:
-    if inner_draws != 1 and (inner_draws < 1 or inner_draws % 2):
-        raise SettingError(f"inner_draws={inner_draws}: expected 1 or an even number.")
-    if inner_draws > 1 and isinstance(family, Joint):
+def check_points(inner_points: int, template: Template, family: Family) -> Inner | None:
+    """The level that is averaged out over points, if any. Refuses what cannot be."""
+    inner = inner_of(template, inner_points)
+    if inner is not None and isinstance(family, Joint):
         name = type(family).__name__
         raise SettingError(
-            f"inner_draws={inner_draws}: {name} draws members together, so none can be drawn again alone. Use pavi.PAVI()."
+            f"inner_points={inner_points}: {name} draws members together, so none can be left out. Use pavi.PAVI()."
         )
+    return inner
 
 
 def check_batch(template: Template, batch: Mapping[str, int] | None, family: Family) -> dict[str, int]:
@@ -142,25 +144,29 @@ def usual_batch(template: Template) -> dict[str, int]:
 
 
 def members_per_step(
-    template: Template, batch: Mapping[str, int] | None, num_particles: int
+    template: Template, batch: Mapping[str, int] | None, num_particles: int, inner: Inner | None = None
 ) -> tuple[dict[str, int], float]:
     """Members per step for every plate: those asked for, and for the rest what a step can afford; what share that is."""
     batch = dict(batch or {})
     sizes = {plate.name: plate.size for plate in template.plates}
     free = {plate: size for plate, size in sizes.items() if plate not in batch}
-    work = _work(template, batch)
+    work = _work(template, batch, inner)
     budget = (CPU_BUDGET if jax.default_backend() == "cpu" else ACCELERATOR_BUDGET) // num_particles
     chosen = {plate: batch.get(plate, 1) for plate in sizes} | (choose_batch(free, work, budget) if free else {})
-    return chosen, sum(_work(template, chosen).values()) / budget
+    return chosen, sum(_work(template, chosen, inner).values()) / budget
 
 
-def _work(template: Template, batch: Mapping[str, int]) -> dict[Level, int]:
+def _work(template: Template, batch: Mapping[str, int], inner: Inner | None) -> dict[Level, int]:
     """Numbers a step touches, given members of some plates: per level of the remaining ones, for one member of it."""
+    costs = [
+        (site.level, int(np.prod(site.member_shape, dtype=int)) + FLOW_COST * site.size)
+        for site in template.sites
+        if site.kind is not Kind.DETERMINISTIC
+    ]
+    if inner is not None:
+        costs += inner.work(template).items()
     work: dict[Level, int] = {}
-    for site in template.sites:
-        if site.kind is not Kind.DETERMINISTIC:
-            numbers = int(np.prod(site.member_shape, dtype=int)) + FLOW_COST * site.size
-            numbers *= math.prod(batch[plate] for plate in site.level if plate in batch)
-            level = tuple(plate for plate in site.level if plate not in batch)
-            work[level] = work.get(level, 0) + numbers
+    for whole, numbers in costs:
+        level = tuple(plate for plate in whole if plate not in batch)
+        work[level] = work.get(level, 0) + numbers * math.prod(batch[plate] for plate in whole if plate in batch)
     return work

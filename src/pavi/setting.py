@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -13,17 +12,17 @@ import numpy as np
 import optax
 
 from pavi.branch import fit_runs
-from pavi.cascade import Inner, Study
+from pavi.cascade import Study
 from pavi.checkpoint import digest
 from pavi.data import Observations, some_of
 from pavi.errors import SettingError
 from pavi.families import Family
+from pavi.inner import inner_of
 from pavi.reading import members_per_step
 from pavi.schedule import Schedule
 from pavi.sharding import Sharded, sharded
 from pavi.stepping import Problem, State
 from pavi.streaming import runner
-from pavi.template import Level
 
 
 class Setting(NamedTuple):
@@ -44,15 +43,16 @@ class Setting(NamedTuple):
     runs: Mapping[str, int] | None = None
     rows_on_host: bool = False
     folder: str | None = None
-    inner_draws: int = 1
+    inner_points: int = 0
 
 
 def problem_of(study: Study, setting: Setting, optimizers: tuple, early: bool, pace: float) -> tuple[Problem, Schedule]:
     """The problem that a setting poses for a study, and its schedule. Rates start high with `early`, all times `pace`."""
-    chosen, load = members_per_step(study.template, setting.batch, setting.num_particles * setting.inner_draws)
+    inner = inner_of(study.template, setting.inner_points)
+    chosen, load = members_per_step(study.template, setting.batch, setting.num_particles, inner)
     chosen, runs = fit_runs({plate.name: plate.size for plate in study.template.plates}, chosen, setting.runs or {})
     problem = Problem(study, setting.family, tuple(chosen.items()), setting.num_particles, *optimizers)
-    problem = dataclasses.replace(problem, runs=tuple(runs.items()), inner=_inner_of(problem, setting.inner_draws))
+    problem = _checked(dataclasses.replace(problem, runs=tuple(runs.items()), inner=inner))
     if setting.rows_on_host:
         levels = frozenset(level for level in setting.family.shapes(study.template, problem.whole).rows if level)
         problem = dataclasses.replace(problem, hosted=levels, folder=setting.folder)
@@ -66,30 +66,18 @@ def problem_of(study: Study, setting: Setting, optimizers: tuple, early: bool, p
     return problem, Schedule(study.template, chosen, setting.steps, decays=decays, load=load, early=early, pace=pace)
 
 
-def _inner_of(problem: Problem, draws: int) -> Inner | None:
-    """The level whose latents are drawn several times: of those nothing outside depends on, the one with most members."""
-    if draws == 1:
-        return None
-    template = problem.template
-
-    def closed(level: Level) -> bool:
-        names = {site.name for site in template.latents if site.level == level}
-        deeper = any(set(level) < set(site.level) for site in template.latents)
-        return not deeper and all(set(level) <= set(site.level) for site in template.sites if names & set(site.parents))
-
-    levels = [level for level in {site.level for site in template.latents} if level and closed(level)]
-    if not levels:
-        raise SettingError(f"inner_draws={draws}: no plate of this model has latents that nothing outside of it depends on.")
-    inner = Inner(max(levels, key=lambda level: (math.prod(template.sizes(level)), level)), draws)
-    parts = (
-        {plate for site in template.sites if inner.holds(site) for plate in site.level} - set(inner.level) - problem.whole
-    )
-    if parts:
-        raise SettingError(
-            f"inner_draws={draws}: members of {inner.level} are averaged over with all that depends on them, so a step must "
-            f"take {sorted(parts)} whole. Name all of their members in `batch`."
-        )
-    return inner
+def _checked(problem: Problem) -> Problem:
+    """The problem, if every step sees all that depends on a member it averages out."""
+    inner = problem.inner
+    if inner is not None:
+        below = {plate for site in problem.template.sites if inner.holds(site) for plate in site.level}
+        parts = below - set(inner.level) - problem.whole
+        if parts:
+            raise SettingError(
+                f"inner_points={inner.points}: members of {inner.level} are averaged over with all that depends on them, so a "
+                f"step must take {sorted(parts)} whole. Name all of their members in `batch`."
+            )
+    return problem
 
 
 def runner_of(problem: Problem, observations: Observations, schedule: Schedule) -> Callable[..., tuple[State, Any]]:
@@ -113,7 +101,7 @@ def identity_of(problem: Problem, setting: Setting, observations: Observations) 
         "optimizer": "the default" if setting.optimizer is None else _recipe(setting.optimizer),
         "steps": str(setting.steps),
         "number of particles": str(problem.num_particles),
-        "inner draws": str(setting.inner_draws),
+        "inner points": str(setting.inner_points),
         "number of starts": str(setting.starts),
         "random key": str(setting.seed.tolist()),
         "starting values": digest([np.asarray(start.value) for _, start in sorted(setting.values.items())]),

@@ -24,10 +24,11 @@ from jaxtyping import Array, PRNGKeyArray
 from sklearn.mixture import GaussianMixture
 
 from pavi.branch import fixed_branch
-from pavi.cascade import Draw, Prior, Study, cascade, draw_prior
+from pavi.cascade import Draw, Study, cascade, draw_prior
 from pavi.compiling import quick_jit
 from pavi.data import at_branch, spread_evenly
 from pavi.errors import SettingError
+from pavi.prior import Prior
 from pavi.sources import take, take_each
 from pavi.template import Site, Template
 

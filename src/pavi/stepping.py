@@ -23,10 +23,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from pavi import data as observed_data
 from pavi import rows as row_ops
 from pavi.branch import Branch, draw_branch, fixed_branch
-from pavi.cascade import Draw, Inner, Prior, Study, cascade, draw_prior
+from pavi.cascade import Draw, Inner, Study, cascade, draw_prior
 from pavi.compiling import quick_jit
-from pavi.elbo import Bounds, bounds, reduced_elbo
+from pavi.elbo import reduced_elbo
 from pavi.families import Family, Glimpse, Joint, Units, Weights
+from pavi.prior import Prior
 from pavi.sources import Stored
 from pavi.template import Level, Site, Template
 
@@ -35,8 +36,6 @@ from pavi.template import Level, Site, Template
 LARGEST_SURPRISE = 30.0
 SHARED_RATE = 5e-3
 PRIOR_DRAWS = 256
-# With several inner draws, steps that keep to the ELBO before the tighter bound is trusted.
-PLAIN_STEPS = 100
 # Name of the axis of devices.
 SHARD = "shard"
 
@@ -76,7 +75,7 @@ class Problem:
     hosted: frozenset[Level] = frozenset()
     """Levels whose rows lie in host memory; a step is given those of its members."""
     inner: Inner | None = None
-    """A level whose latents are drawn several times in each step."""
+    """A level whose latents are averaged out over points of their prior for all but their own flows."""
     folder: str | None = dataclasses.field(default=None, compare=False)
     """Where such rows are memory maps; by default they are in memory."""
 
@@ -104,6 +103,13 @@ class Problem:
 
     def step(self, inputs: Inputs, state: State, rate: Float[Array, ""], **stored: Array) -> tuple[State, Float[Array, ""]]:
         return step(self, inputs, state, rate, stored)
+
+
+class Bounds(NamedTuple):
+    """Two bounds of the evidence from the same draws: the ELBO, and the one with an inner level averaged out."""
+
+    elbo: Float[Array, ""]
+    averaged: Float[Array, ""]
 
 
 class Inputs(NamedTuple):
@@ -244,7 +250,7 @@ def _summed(problem: Problem, value: Array, shared_grad: Array, row_grads: dict[
 def _particles(problem: Problem, key: PRNGKeyArray) -> tuple[Array, Array | None]:
     """Keys of the particles, and their signs where there are some.
 
-    Beside several inner draws, every other particle mirrors the global draws of the one before it, on the same noise
+    Beside inner points, every other particle mirrors the global draws of the one before it, on the same noise
     elsewhere. What both have in common then cancels from what members' flows are told to make of the global draws.
     """
     count = problem.num_particles
@@ -289,30 +295,31 @@ def step(
             shown = encodings
             if isinstance(problem.family, Joint):  # whole plates: all members are here
                 shown = problem.family.together(template, inputs.units, shared, encodings, key, training=True)
-            about = (shown, branch, sliced, key)
-            sampled = cascade(problem.study, inputs.arguments, sampler, *about, inner=problem.inner, sign=sign)
-            if problem.inner is None:
-                elbo = reduced_elbo(template, branch, sampled, problem.share)
-                return Bounds(elbo, elbo)
-            return bounds(template, branch, sampled, problem.inner, problem.share)
+
+            def bound(inner: Inner | None) -> Array:
+                run = partial(cascade, problem.study, inputs.arguments, sampler, shown, branch, sliced, key, sign=sign)
+                return reduced_elbo(template, branch, run(inner=inner), problem.share, inner)
+
+            elbo = bound(None)
+            return Bounds(elbo, elbo if problem.inner is None else bound(problem.inner))
 
         found = jax.vmap(particle)(*_particles(problem, noise_key))
         return jax.tree.map(lambda each: -each.mean(), found), new_memory
 
     losses, pull_back, new_memory = jax.vjp(loss, state.weights.shared, rows, has_aux=True)
-    value = losses.tight
-    one, zero = jnp.ones_like(value), jnp.zeros_like(value)
-    # Far from the optimum a few draws outweigh the others, and the tight bound leads astray.
-    tight = zero if problem.inner is None else (state.step >= PLAIN_STEPS).astype(value.dtype)
-    shared_grad, row_grads = pull_back(Bounds(one - tight, tight))
+    value, one, zero = losses.elbo, jnp.ones_like(losses.elbo), jnp.zeros_like(losses.elbo)
+    shared_grad, row_grads = pull_back(Bounds(one, zero))
     if problem.inner is not None:
-        # The tight bound hardly depends on the flows of the inner level. They are better told to be near the posterior.
-        inner_shared, inner_rows = pull_back(Bounds(one, zero))
+        # The bound with members averaged out is the one to follow, unless points miss where their likelihoods lie. Their own
+        # flows have no part in it and stay with the ELBO.
+        value = jnp.minimum(losses.elbo, losses.averaged)
+        better = (losses.averaged < losses.elbo).astype(value.dtype)
+        outer_shared, outer_rows = pull_back(Bounds(one - better, better))
         for name, part in problem.family.parts(template).items():
-            if problem.inner.holds(template.site(name)):
-                shared_grad = shared_grad.at[part].set(inner_shared[part])
+            if not problem.inner.holds(template.site(name)):
+                shared_grad = shared_grad.at[part].set(outer_shared[part])
         row_grads = {
-            level: inner_rows[level] if set(problem.inner.level) <= set(level) else grad for level, grad in row_grads.items()
+            level: grad if set(problem.inner.level) <= set(level) else outer_rows[level] for level, grad in row_grads.items()
         }
     value, shared_grad, row_grads = _summed(problem, value, shared_grad, row_grads)
     # Zero times a number is zero exactly when the number is finite. Squares must be too: Adam keeps them, and never forgets

@@ -55,6 +55,7 @@ class Site:
         given: the earlier latents its posterior depends on: its parents and, through shared children, the
             co-parents; what the flow of this site is conditioned on.
         masked: whether the model may mask out part of an observed site.
+        mixes: whether the density of an observed site, averaged over logits, is of the same form: see `pavi.mixing`.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Site:
     distribution: str = ""
     support: str = ""
     masked: bool = False
+    mixes: bool = False
 
     @property
     def member_shape(self) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from numpyro.ops.provenance import track_deps_jaxpr
 from numpyro.primitives import Messenger
 
 from pavi.errors import DataError, ModelError, PaviError
+from pavi.mixing import averages
 from pavi.template import Kind, Level, Plate, Site, Template, condition_sites
 
 Message = dict[str, Any]
@@ -119,6 +120,7 @@ class _Record:
     distribution: str = ""
     support: constraints.Constraint | None = None
     masked: bool = False
+    mixes: bool = False
 
 
 class _Recorder(Messenger):
@@ -185,6 +187,7 @@ class _Recorder(Messenger):
         record = _Record(kind, _frames(msg), shape, jnp.result_type(float), fn.event_dim, size, _describe(fn))
         record.support = fn.support
         record.masked = kind is Kind.OBSERVED and _is_masked(fn)
+        record.mixes = kind is Kind.OBSERVED and averages(fn)
         log_prob = fn.log_prob(msg["value"])
         self._keep(msg, record, log_prob if msg["scale"] is None else log_prob * msg["scale"])
 
@@ -415,6 +418,7 @@ def _site(name: str, full: _Recorder, single: _Recorder, reach: Mapping) -> Site
         distribution=record.distribution,
         support=_support_name(record.support),
         masked=record.masked,
+        mixes=single.sites[name].mixes,
     )
 
 

@@ -11,12 +11,13 @@ import numpy as np
 import numpyro.distributions as dist
 from jaxtyping import Array, PRNGKeyArray
 
-from pavi.cascade import Draw, Prior, Sampler
+from pavi.cascade import Draw, Sampler
 from pavi.encodings import SetEncoder
 from pavi.errors import ModelError, SettingError
 from pavi.families.base import Units, Weights
 from pavi.families.pavi import PAVI
 from pavi.flows import MAF
+from pavi.prior import Prior
 from pavi.template import Site, Template
 
 

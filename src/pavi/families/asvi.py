@@ -13,10 +13,11 @@ from jaxtyping import Array, PRNGKeyArray
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import biject_to
 
-from pavi.cascade import Draw, Prior
+from pavi.cascade import Draw
 from pavi.errors import SettingError
 from pavi.families.base import Units
 from pavi.families.parametric import Parametric
+from pavi.prior import Prior
 from pavi.template import Site
 
 # Parameters that a scalar distribution may have.

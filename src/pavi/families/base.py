@@ -15,10 +15,11 @@ from flowjax.bijections import AbstractBijection
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from pavi.branch import Branch
-from pavi.cascade import Draw, Prior, Sampler, Study
+from pavi.cascade import Draw, Sampler, Study
 from pavi.errors import SettingError
 from pavi.flows import MAF, Flow, PointMass, push
 from pavi.packing import Skeleton, pack, skeleton_of
+from pavi.prior import Prior
 from pavi.template import Level, Site, Template
 
 

@@ -13,11 +13,12 @@ import numpy as np
 from jax.scipy.stats import norm
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from pavi.cascade import Draw, Prior, Sampler, Study
+from pavi.cascade import Draw, Sampler, Study
 from pavi.families.base import Glimpse, Reading, Scale, Units, Weights
 from pavi.families.whole import Whole
 from pavi.flows import Highway, Path, push
 from pavi.packing import Skeleton, pack, skeleton_of
+from pavi.prior import Prior
 from pavi.template import Level, Site, Template
 
 # Log-scales that the auxiliary variables' distribution r starts with: those of auxiliary noise after a flow at its start.

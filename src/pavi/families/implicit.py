@@ -14,11 +14,12 @@ from jax.scipy.special import logsumexp
 from jax.scipy.stats import norm
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from pavi.cascade import Draw, Prior, Sampler, Study
+from pavi.cascade import Draw, Sampler, Study
 from pavi.families.base import Glimpse, Reading, Units, Weights
 from pavi.families.whole import Whole
 from pavi.flows import Perceptron
 from pavi.packing import Skeleton, pack, skeleton_of
+from pavi.prior import Prior
 from pavi.template import Level, Site, Template
 
 # The posterior starts this much narrower than the prior.

@@ -10,9 +10,10 @@ import numpy as np
 from jax.scipy.stats import norm
 from jaxtyping import Array, PRNGKeyArray
 
-from pavi.cascade import Draw, Prior
+from pavi.cascade import Draw
 from pavi.families.base import Units
 from pavi.families.parametric import Parametric
+from pavi.prior import Prior
 from pavi.template import Site
 
 # Posteriors start this much narrower than their priors.

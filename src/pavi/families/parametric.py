@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from pavi.cascade import Draw, Prior, Sampler
+from pavi.cascade import Draw, Sampler
 from pavi.encodings import FreeEncodings
 from pavi.families.base import Units, Weights
 from pavi.families.rowed import Rowed
 from pavi.flows import Conditioner
 from pavi.packing import Skeleton, pack, skeleton_of
+from pavi.prior import Prior
 from pavi.template import Level, Site, Template
 
 # Hidden widths of a regressor, beside its linear part.

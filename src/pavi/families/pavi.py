@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from pavi.branch import fixed_branch
-from pavi.cascade import Draw, Prior, Sampler, Study
+from pavi.cascade import Draw, Sampler, Study
 from pavi.compiling import quick_jit
 from pavi.encodings import FreeEncodings, ReadEncodings, SetEncoder
 from pavi.errors import SettingError
@@ -34,6 +34,7 @@ from pavi.families.base import (
 from pavi.families.looking import encode_study, show
 from pavi.families.pulling import pull_size, pulls, pulls_of_all
 from pavi.flows import MAF, Flow
+from pavi.prior import Prior
 from pavi.sources import Stored
 from pavi.template import Level, Site, Template
 

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from pavi.cascade import Draw, Prior, Sampler, cascade
+from pavi.cascade import Draw, Sampler, cascade
 from pavi.families.base import Glimpse, Units
+from pavi.prior import Prior
 from pavi.sources import take
 from pavi.template import Level, Site, Template
 from pavi.tiles import tiles

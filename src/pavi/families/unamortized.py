@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from pavi.cascade import Draw, Prior, Sampler
+from pavi.cascade import Draw, Sampler
 from pavi.families.base import Layout, Shown, Units, Weights, check_flow, draw_through, given_size
 from pavi.families.rowed import Rowed
 from pavi.flows import MAF, Flow
+from pavi.prior import Prior
 from pavi.template import Level, Site, Template
 
 

@@ -1,4 +1,4 @@
-"""`inner_draws`: bounds that average over draws of the innermost latents, and what they mend."""
+"""`inner_points`: bounds that average over draws of the innermost latents, and what they mend."""
 
 import sys
 from pathlib import Path
@@ -76,9 +76,9 @@ def test_the_tight_bound_of_a_member_is_its_evidence(fit):
     assert float(bound.elbo) < float(bound.tight) - 0.02
 
 
-def test_inner_draws_mend_a_spread_that_the_elbo_biases():
+def test_inner_points_mend_a_spread_that_the_elbo_biases():
     settings = {"family": AFFINE, "num_particles": 2, "batch": {"group": 400}, "steps": 2500, "progress_bar": False}
-    plain, tight = (pavi.fit(coins, tossed(400), inner_draws=draws, **settings) for draws in (1, 16))
+    plain, tight = (pavi.fit(coins, tossed(400), inner_points=draws, **settings) for draws in (1, 16))
     before, after = (np.log(each.sample(2000, sites=["tau"])["tau"].values) for each in (plain, tight))
     assert before.std() < 0.7  # its prior's, and so its posterior's, is 1
     assert after.std() > before.std() + 0.1
@@ -101,7 +101,7 @@ def test_refusals():
     points = {"x": np.zeros((4, 3))}
 
     def fit(model, data, draws, family=LINEAR, **settings):
-        return pavi.fit(model, data, family=family, inner_draws=draws, steps=1, progress_bar=False, **settings)
+        return pavi.fit(model, data, family=family, inner_points=draws, steps=1, progress_bar=False, **settings)
 
     with pytest.raises(pavi.SettingError, match="even number"):
         fit(nested, points, 3)

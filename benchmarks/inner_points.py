@@ -1,6 +1,6 @@
-"""What `inner_draws` mend: a spread whose posterior is known, since the data say nothing of it.
+"""What `inner_points` mend: a spread whose posterior is known, since the data say nothing of it.
 
-    python benchmarks/inner_draws.py
+    python benchmarks/inner_points.py
 
 Logits of groups have a spread tau, log-normal, and each group tosses one coin. Heads are as likely as tails for any tau, so
 the posterior of log tau is its prior: mean 0, standard deviation 1. The flow of a group's logit is affine, but its posterior
@@ -36,7 +36,7 @@ def main() -> None:
         for draws in (1, 8, 64):
             started = time.perf_counter()
             settings = {"family": FAMILY, "steps": 4000, "num_particles": 2, "batch": {"group": min(groups, 1000)}}
-            fit = pavi.fit(coins, data, model_args=(groups,), inner_draws=draws, progress_bar=False, **settings)
+            fit = pavi.fit(coins, data, model_args=(groups,), inner_points=draws, progress_bar=False, **settings)
             seconds = time.perf_counter() - started
             log_tau = np.log(fit.sample(4000, sites=["tau"])["tau"].values)
             print(f"| {groups:,} | {draws} | {log_tau.mean():.2f} | {log_tau.std():.2f} | {seconds:.1f} |", flush=True)

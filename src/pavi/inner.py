@@ -1,0 +1,88 @@
+"""The innermost level of a model, and the points of its prior that it is averaged out over."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from scipy.stats import qmc
+
+from pavi.errors import SettingError
+from pavi.template import Kind, Level, Site, Template
+
+
+class Inner(NamedTuple):
+    """The innermost level of a model, whose latents are averaged out over points of their prior."""
+
+    level: Level
+    points: int
+
+    def holds(self, site: Site) -> bool:
+        """Whether a site has an axis of points: it is in all the plates of the level."""
+        return set(self.level) <= set(site.level)
+
+    def chances(self, template: Template) -> dict[str, Float[np.ndarray, "point size"]]:
+        """The points of each latent of the level, as chances: a Sobol net over all of its numbers."""
+        latents = [site for site in template.latents if self.holds(site)]
+        ends = np.cumsum([0, *(site.size for site in latents)])
+        net = _net(self.points, int(ends[-1]))
+        return {site.name: net[:, start:end] for site, start, end in zip(latents, ends[:-1], ends[1:], strict=True)}
+
+    def shared(self, template: Template) -> Level:
+        """The plates that the priors of the level depend on: members that share them may share their points."""
+        latents = [site for site in template.latents if self.holds(site)]
+        parents = {name for site in latents for name in site.parents} - {site.name for site in latents}
+        plates = {plate for name in parents for plate in template.site(name).level}
+        return tuple(plate for plate in self.level if plate in plates)
+
+    def mixable(self, template: Template) -> bool:
+        """Whether a single site of the level itself depends on its latents, and its mean density has a simple form."""
+        latents = {site.name for site in template.latents if self.holds(site)}
+        scored = [
+            site for site in template.sites if site.kind in (Kind.OBSERVED, Kind.FACTOR) and latents & set(site.parents)
+        ]
+        return len(scored) == 1 and set(scored[0].level) == set(self.level) and scored[0].mixes
+
+    def work(self, template: Template) -> dict[Level, int]:
+        """Numbers that points add to what a step touches: for one member of a level."""
+        latents = sum(site.size for site in template.latents if self.holds(site))
+        if self.mixable(template):
+            return {self.shared(template): self.points * latents}
+        inside = sum(
+            math.prod(site.member_shape) * math.prod(template.plate(name).size for name in set(site.level) - set(self.level))
+            for site in template.observed
+            if self.holds(site)
+        )
+        return {self.level: self.points * (latents + inside)}
+
+
+@functools.lru_cache(maxsize=16)
+def _net(points: int, size: int) -> Float[np.ndarray, "point size"]:
+    return qmc.Sobol(size, scramble=True, seed=0).random(points).astype(np.float32)
+
+
+def inner_of(template: Template, points: int) -> Inner | None:
+    """The level to average out, for some number of points: of those nothing outside depends on, the one with most members.
+
+    Raises:
+        SettingError: if there is none, or it cannot be so many points.
+    """
+    if points == 0:
+        return None
+    if points < 2 or points & (points - 1):
+        raise SettingError(f"inner_points={points}: expected a power of two, such as 64, or 0 for none.")
+
+    def closed(level: Level) -> bool:
+        names = {site.name for site in template.latents if site.level == level}
+        deeper = any(set(level) < set(site.level) for site in template.latents)
+        return not deeper and all(set(level) <= set(site.level) for site in template.sites if names & set(site.parents))
+
+    levels = [level for level in {site.level for site in template.latents} if level and closed(level)]
+    if not levels:
+        raise SettingError(
+            f"inner_points={points}: no plate of this model has latents that nothing outside of it depends on."
+        )
+    return Inner(max(levels, key=lambda level: (math.prod(template.sizes(level)), level)), points)
