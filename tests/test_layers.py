@@ -39,6 +39,7 @@ ORDER = [
     "storage",
     "passes",
     "posterior",
+    "polishing",
     "fitting",
     "api",
     "amortize",

@@ -14,7 +14,7 @@ from pavi.amortize import Amortized, load_amortized
 from pavi.cascade import Study
 from pavi.data import Observations
 from pavi.errors import LoadError
-from pavi.families import Reading, Units
+from pavi.families import Normal, Reading, Units
 from pavi.fitting import Fit
 from pavi.reading import read_saved_template, split_arguments
 from pavi.schedule import Stop
@@ -46,7 +46,6 @@ def _load_fit(path: str | os.PathLike, saved: Any, model: Callable) -> Fit:
     trained = Reading(saved["family"], jax.tree.map(jnp.asarray, saved["weights"]))
     return Fit(
         study,
-        *trained.family.settle(study, arguments, arrays, units, trained.weights),
         units,
         arguments,
         Observations(arrays, observations.coords, observations.event_dims),
@@ -55,4 +54,5 @@ def _load_fit(path: str | os.PathLike, saved: Any, model: Callable) -> Fit:
         history=saved["history"],
         batch=saved["batch"],
         skipped=saved["skipped"],
+        polished=None if saved.get("polished") is None else Normal(*saved["polished"]),
     )

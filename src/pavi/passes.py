@@ -60,6 +60,20 @@ def block_moments(
     return {name: summed(values) for name, values in draws.items()}
 
 
+@quick_jit(static_argnums=(0, 1, 2))
+def centers(
+    study: Study, family: Family, names: tuple[str, ...], inputs: tuple, indices: dict, ids: Array, seed: Array
+) -> dict[str, Array]:
+    """Means of some draws in unconstrained space."""
+    counts = {plate: jnp.ones(len(index), bool) for plate, index in indices.items()}
+
+    def one(draw: Array) -> dict[str, Array]:
+        found, _ = _pass(study, family, inputs, indices, counts, draw, seed, False)
+        return {name: found.unconstrained[name] for name in names}
+
+    return {name: values.mean(0) for name, values in jax.vmap(one)(ids).items()}
+
+
 @quick_jit(static_argnums=(0, 1))
 def score(
     study: Study, family: Family, inputs: tuple, indices: dict, counts: dict, ids: Array, seed: Array

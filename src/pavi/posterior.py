@@ -23,11 +23,14 @@ from pavi.cascade import Study
 from pavi.data import Observations, stored_at
 from pavi.errors import SettingError
 from pavi.families import Family, Units, Weights
-from pavi.passes import block_moments, draw, score
+from pavi.passes import block_moments, centers, draw, score
 from pavi.template import Kind, Site, Template
 from pavi.tiles import Tile, counts_here, one_ahead, tiles
 
 Where = Mapping[str, Sequence[int] | np.ndarray | slice | int]
+
+# Draws whose mean stands for where a posterior is centered.
+CENTERED = 16
 
 
 class Elbo(NamedTuple):
@@ -285,6 +288,12 @@ class Posterior:
         }
         weights = self._weights._replace(rows={level: rows for level, rows in every.items() if level not in hosted})
         return weights, self._units, self._arguments, self._observations.arrays, stored, hosted
+
+    def _centers(self, names: tuple[str, ...], indices: Mapping[str, np.ndarray]) -> np.ndarray:
+        """About where the posterior centers some latents of one level, in unconstrained space, side by side."""
+        tile = Tile({plate: index.astype(np.int32) for plate, index in indices.items()}, {}, {}, {})
+        found = centers(self._study, self._family, names, self._inputs(tile), tile.indices, np.arange(CENTERED), seed_of(0))
+        return np.concatenate([np.asarray(found[name]) for name in names], -1)
 
     def _wanted(self, sites: Sequence[str] | None) -> tuple[Site, ...]:
         readable = {site.name: site for site in (*self.template.latents, *self.template.deterministics)}

@@ -63,8 +63,8 @@ class Prior(NamedTuple):
             value = _quantile(plain, chances.reshape(plain.shape()))
         except (NotImplementedError, TypeError) as error:
             raise SettingError(
-                f"Points of the prior {type(_base(plain)).__name__} are asked for, but it has no quantile function. Leave out "
-                "`inner_points`, or write the latent as a function of a Normal, a Uniform or the like."
+                f"Points of the prior {type(_base(plain)).__name__} are asked for, but it has no quantile function. Leave "
+                "out `inner_points`, or write the latent as a function of a Normal, a Uniform or the like."
             ) from error
         return value.reshape(-1) if self.inner is not None else self.transform.inv(value).reshape(-1)
 

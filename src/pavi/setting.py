@@ -74,8 +74,8 @@ def _checked(problem: Problem) -> Problem:
         parts = below - set(inner.level) - problem.whole
         if parts:
             raise SettingError(
-                f"inner_points={inner.points}: members of {inner.level} are averaged over with all that depends on them, so a "
-                f"step must take {sorted(parts)} whole. Name all of their members in `batch`."
+                f"inner_points={inner.points}: members of {inner.level} are averaged over with all that depends on them, so "
+                f"a step must take {sorted(parts)} whole. Name all of their members in `batch`."
             )
     return problem
 

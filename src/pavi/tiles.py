@@ -45,7 +45,7 @@ def tiles(
     for site in template.sites:
         level = tuple(plate for plate in site.level if plate in needed)
         work[level] = work.get(level, 0) + max(site.size * 8, int(np.prod(site.member_shape, dtype=int)))
-    caps = choose_batch({plate: len(members[plate]) for plate in needed}, work, max(_tile_budget() // draw_block, 1))
+    caps = choose_batch({plate: len(members[plate]) for plate in needed}, work, max(tile_budget() // draw_block, 1))
     blocks = [[slice(a, min(a + caps[p], len(members[p]))) for a in range(0, len(members[p]), caps[p])] for p in needed]
     for chosen in itertools.product(*blocks):
         slices = dict(zip(needed, chosen, strict=True))
@@ -71,5 +71,6 @@ def one_ahead(items: Iterator[T]) -> Iterator[T]:
     yield from waiting
 
 
-def _tile_budget() -> int:
+def tile_budget() -> int:
+    """Numbers that may be held on the device while one tile is read."""
     return CPU_TILE if jax.default_backend() == "cpu" else ACCELERATOR_TILE

@@ -7,6 +7,7 @@ from pavi.families.cascading import CascadingFlows
 from pavi.families.implicit import UIVI
 from pavi.families.mean_field import MeanField
 from pavi.families.pavi import PAVI
+from pavi.families.polished import Normal, Polished, outside
 from pavi.families.unamortized import UnamortizedFlows
 
 __all__ = [
@@ -20,8 +21,11 @@ __all__ = [
     "Informed",
     "Joint",
     "MeanField",
+    "Normal",
+    "Polished",
     "Reading",
     "UnamortizedFlows",
     "Units",
     "Weights",
+    "outside",
 ]

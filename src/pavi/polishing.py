@@ -1,0 +1,396 @@
+"""Polishing: the posterior of latents outside of plates, with those inside averaged out member by member.
+
+Training follows a bound. It falls short of the evidence by what flows cannot express, member by member, and where single
+members say little of a spread, that is more than the data say. Here the evidence itself is followed. Given the latents
+outside of plates, members of a plate are independent, so it is a product over them. For one member,
+
+1. its latents are put where their posterior is highest, by Newton steps;
+2. the evidence is the mean of p / q over draws of q, a normal distribution around that place with the curvature found
+   there. As the latents outside move, q moves along: otherwise a few draws would soon outweigh all others;
+3. latents further inside are averaged out over points of their prior, as in training with `inner_points`.
+
+The gradients of the members' log evidences, their *scores*, add up to that of the whole, and the scatter of scores is
+the information they carry (Berndt, Hall, Hall and Hausman 1974). Newton steps with both lead to the posterior's mode; with many
+members it is normal, with the inverse of that information, and the prior's, as its covariance.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
+from scipy.stats import qmc
+from tqdm.auto import tqdm
+
+from pavi import data as observed_data
+from pavi.branch import fixed_branch
+from pavi.cascade import EDGE, Draw, Study, cascade
+from pavi.compiling import quick_jit
+from pavi.data import Observations
+from pavi.elbo import reduced_elbo
+from pavi.errors import SettingError
+from pavi.families import Normal, outside
+from pavi.inner import Inner, inner_of
+from pavi.prior import Prior
+from pavi.template import Kind, Level, Site, Template
+from pavi.tiles import tile_budget
+
+# Newton steps to where a member's posterior is highest, in the first look at it and in later ones.
+FIRST_CLIMB, LATER_CLIMB = 12, 3
+# Lengths of a Newton step that are tried.
+LENGTHS = (1.0, 0.3, 0.05)
+# Directions in which a member's posterior is flatter than this, relative to its steepest, count as this steep.
+FLATTEST = 1e-6
+# Members per number outside of plates, at least; and so many are looked at until a step is small.
+FEWEST_MEMBERS, FIRST_MEMBERS = 4, 10
+# In standard deviations of the posterior: the last step is shorter than this, and the last before all members are looked at.
+SETTLED, NEAR = 0.1, 1.0
+# Prior standard deviations that a number moves at most in one step.
+LONGEST_STEP = 1.0
+MOST_ROUNDS = 20
+# Draws that count, of those made, below which the normal distribution of a member does not fit.
+FEWEST_COUNTING = 0.3
+# Most numbers of one member's latents: their curvature is a matrix of as many rows.
+MOST_NUMBERS = 64
+
+
+class Marginal(NamedTuple):
+    """How latents inside plates are averaged out: those of one plate by draws, those further inside over points."""
+
+    plate: str
+    inner: Inner | None
+    draws: int
+
+    def latents(self, template: Template) -> list[Site]:
+        return [site for site in template.latents if site.level == (self.plate,)]
+
+
+def marginal_of(template: Template, draws: int, points: int) -> Marginal:
+    """How the latents of a model are averaged out.
+
+    Raises:
+        SettingError: if they cannot be: members of the outermost plate must be independent given what is outside of plates.
+    """
+    why = None
+    levels = [level for level in template.levels if level]
+    level: Level = min(levels, key=len, default=())
+    deeper = [other for other in levels if other != level]
+    astray = [
+        s.name for s in template.sites if s.level and s.kind is not Kind.DETERMINISTIC and not set(level) <= set(s.level)
+    ]
+    size = sum(site.size for site in template.latents if site.level == level)
+    count = sum(site.size for site in template.latents if not site.level)
+    if not count:
+        why = "it has no latent outside of plates"
+    elif len(level) != 1:
+        why = f"its outermost latents inside plates are in {level or 'none'}; expected a single plate"
+    elif astray:
+        why = f"{astray} are not in the plate {level[0]!r} of the other latents, so its members are not independent"
+    elif len(deeper) > 1:
+        why = f"inside the plate {level[0]!r} there are latents of several levels, {deeper}; expected one"
+    elif size > MOST_NUMBERS:
+        why = f"a member of the plate {level[0]!r} has {size} latent numbers; expected at most {MOST_NUMBERS}"
+    elif template.sizes(level)[0] < FEWEST_MEMBERS * count:
+        why = (
+            f"the plate {level[0]!r} has {template.sizes(level)[0]} members for {count} numbers outside of plates; expected "
+            f"{FEWEST_MEMBERS} times as many: with fewer the posterior need not be normal, and the flows describe it better"
+        )
+    if why is not None:
+        raise SettingError(f"This model cannot be polished: {why}.")
+    if draws < 2 or draws & (draws - 1):
+        raise SettingError(f"polish(num_draws={draws}): expected a power of two, such as 16.")
+    return Marginal(level[0], inner_of(template, points) if deeper else None, draws)
+
+
+def _log_density(
+    study: Study,
+    marginal: Marginal,
+    arguments: Any,
+    theta: Array,
+    values: Array,
+    index: Array,
+    data: Mapping[str, Array],
+    key: PRNGKeyArray,
+    everywhere: bool = False,
+) -> Float[Array, ""]:
+    """What one member adds to log p, its latents and those outside at given unconstrained values.
+
+    With `everywhere`, what is outside of plates adds instead.
+    """
+    template, plate = study.template, marginal.plate
+    given = {name: theta[place] for name, place in outside(template).items()}
+    start = 0
+    for site in marginal.latents(template):
+        given[site.name] = values[start : start + site.size]
+        start += site.size
+
+    def sampler(site: Site, prior: Prior, encoding: Any, before: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
+        del prior, encoding, before, key
+        return Draw(given[site.name], jnp.zeros(()), given[site.name])
+
+    branch = fixed_branch({p.name: index[None] if p.name == plate else jnp.arange(p.size) for p in template.plates})
+    levels = {site.name: site.level for site in template.observed}
+    shown = {
+        name: jnp.expand_dims(each, levels[name].index(plate)) if plate in levels[name] else each
+        for name, each in data.items()
+    }
+    found = cascade(study, arguments, sampler, {}, branch, shown, key, inner=marginal.inner)
+    return reduced_elbo(template, branch, found, lambda level: float(bool(level) != everywhere), marginal.inner)
+
+
+class Look(NamedTuple):
+    """What a look at some members gives: sums of their log evidences, scores, outer products of scores, and parts of draws that
+    count."""
+
+    evidence: Any
+    score: Any
+    squares: Any
+    counting: Any
+
+    def plus(self, other: Look) -> Look:
+        return Look(*(np.asarray(a, np.float64) + np.asarray(b, np.float64) for a, b in zip(self, other, strict=True)))
+
+
+@quick_jit(static_argnums=(0, 1))
+def _look(
+    study: Study,
+    marginal: Marginal,
+    arguments: Any,
+    theta: Array,
+    values: Array,
+    index: Array,
+    counts: Array,
+    data: dict[str, Array],
+    seed: Array,
+    climb: Array,
+) -> tuple[Look, Array]:
+    """Looks at a tile of members, their latents first at given values; these are moved to where they are likeliest."""
+    template, key = study.template, jax.random.wrap_key_data(seed)
+    levels = {site.name: site.level for site in template.observed}
+    axes = {name: levels[name].index(marginal.plate) if marginal.plate in levels[name] else None for name in data}
+    looked = jax.vmap(functools.partial(_look_at, study, marginal, arguments, theta, key, climb), in_axes=(0, 0, axes))
+    evidence, scores, counting, values = looked(values, index, data)
+    # A member whose evidence is not finite says nothing.
+    usable = counts & jnp.isfinite(evidence) & jnp.isfinite(scores).all(-1)
+    scores = jnp.where(usable[:, None], scores, 0.0)
+    with jax.default_matmul_precision("float32"):
+        squares = scores.T @ scores
+    found = (jnp.where(usable, evidence, 0.0).sum(), scores.sum(0), squares, jnp.where(usable, counting, 0.0).sum())
+    return Look(*found), values
+
+
+def _look_at(
+    study: Study,
+    marginal: Marginal,
+    arguments: Any,
+    theta: Array,
+    key: PRNGKeyArray,
+    climb: Array,
+    start: Array,
+    index: Array,
+    data: dict[str, Array],
+) -> tuple[Array, Array, Array, Array]:
+    """One member's log evidence, its gradient, which part of the draws counts, and where its latents are likeliest."""
+
+    def log_density(values: Array, theta: Array) -> Float[Array, ""]:
+        return _log_density(study, marginal, arguments, theta, values, index, data, key)
+
+    def curved(values: Array) -> tuple[Array, Array]:
+        """Directions of the curvature, and how steep the posterior falls along each."""
+        steepness, directions = jnp.linalg.eigh(-jax.hessian(log_density)(values, theta))
+        steepness = jnp.abs(steepness)
+        return directions, jnp.maximum(steepness, FLATTEST * steepness.max())
+
+    def step(_: Array, values: Array) -> Array:
+        directions, steepness = curved(values)
+        ahead = directions @ (directions.T @ jax.grad(log_density)(values, theta) / steepness)
+        tried = values + jnp.array((0.0, *LENGTHS))[:, None] * ahead
+        heights = jax.vmap(log_density, (0, None))(tried, theta)
+        return tried[jnp.nanargmax(jnp.where(jnp.isfinite(heights), heights, -jnp.inf))]
+
+    top = jax.lax.stop_gradient(jax.lax.fori_loop(0, climb, step, start))
+    directions, steepness = jax.lax.stop_gradient(curved(top))
+    net = jnp.asarray(_net(marginal.draws // 2, top.size))
+    shift = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, 2**31), index), top.shape)
+    half = jax.scipy.stats.norm.ppf(jnp.clip((net + shift) % 1.0, EDGE, 1 - EDGE))
+    noise = jnp.concatenate([half, -half])
+
+    def log_weights(theta: Array) -> Float[Array, " draws"]:
+        # One more Newton step: as theta moves, so does the top, at the rate that the implicit function theorem says.
+        moved = top + directions @ (directions.T @ jax.grad(log_density)(top, theta) / steepness)
+        drawn = moved + noise / jnp.sqrt(steepness) @ directions.T
+        return jax.vmap(log_density, (0, None))(drawn, theta) + 0.5 * (noise**2).sum(-1)
+
+    def evidence(theta: Array) -> tuple[Array, Array]:
+        terms = log_weights(theta)
+        whole = jax.nn.logsumexp(terms)
+        counting = jnp.exp(2 * whole - jax.nn.logsumexp(2 * terms)) / marginal.draws
+        volume = 0.5 * (top.size * jnp.log(2 * jnp.pi) - jnp.log(steepness).sum())
+        return whole - jnp.log(marginal.draws) + volume, counting
+
+    (found, counting), score = jax.value_and_grad(evidence, has_aux=True)(theta)
+    return found, score, counting, top
+
+
+@functools.lru_cache(maxsize=16)
+def _net(points: int, size: int) -> Float[np.ndarray, "point size"]:
+    return qmc.Sobol(size, scramble=True, seed=1).random(points).astype(np.float32)
+
+
+@quick_jit(static_argnums=(0, 1))
+def _outside(
+    study: Study, marginal: Marginal, arguments: Any, theta: Array, data: dict[str, Array], seed: Array
+) -> tuple[Array, Array]:
+    """Gradient and curvature of the log prior outside of plates, and of data there are outside of plates."""
+    size = sum(site.size for site in marginal.latents(study.template))
+
+    def log_density(theta: Array) -> Array:
+        index, key = jnp.zeros((), jnp.int32), jax.random.wrap_key_data(seed)
+        return _log_density(study, marginal, arguments, theta, jnp.zeros(size), index, data, key, everywhere=True)
+
+    return jax.grad(log_density)(theta), jax.hessian(log_density)(theta)
+
+
+class Members:
+    """The members of the plate, in tiles of one size, with where their latents are likeliest as far as is known."""
+
+    def __init__(self, study: Study, marginal: Marginal, arguments: Any, observations: Observations, seed: np.ndarray):
+        self.study, self.marginal, self.arguments = study, marginal, arguments
+        self.observations, self.seed = observations, seed
+        template = study.template
+        self.count = template.plate(marginal.plate).size
+        self.values = np.zeros((self.count, sum(site.size for site in marginal.latents(template))), jnp.result_type(float))
+        self.known = np.zeros(self.count, bool)
+        self.tile = int(np.clip(tile_budget() // self._numbers(), 1, self.count))
+
+    def _numbers(self) -> int:
+        """Numbers that are held while one member is looked at, about."""
+        template, (plate, inner, draws) = self.study.template, self.marginal
+        work = {(): 0} if inner is None else inner.work(template)
+        held = sum(draws * math.prod(template.sizes(_without(level, plate))) * each for level, each in work.items())
+        for site in template.sites:
+            if plate in site.level and site.kind is not Kind.DETERMINISTIC:
+                inside = math.prod(template.sizes(_without(site.level, plate)))
+                held += inside * (draws * 8 * max(site.size, 1) + math.prod(site.member_shape))
+        return held
+
+    def look(
+        self, theta: np.ndarray, members: np.ndarray, start: Callable[[np.ndarray], np.ndarray], bar: tqdm | None = None
+    ) -> Look:
+        """Looks at some members; `start` says where the latents of those that are seen for the first time begin."""
+        total = None
+        for first in range(0, len(members), self.tile):
+            chosen = members[first : first + self.tile]
+            index = np.pad(chosen, (0, self.tile - len(chosen)), mode="edge")
+            new = not self.known[index].all()
+            if new:
+                self.values[index] = start(index)
+            look, values = _look(
+                self.study,
+                self.marginal,
+                self.arguments,
+                jnp.asarray(theta, self.values.dtype),
+                self.values[index],
+                index.astype(np.int32),
+                np.arange(self.tile) < len(chosen),
+                self._data(index),
+                self.seed,
+                np.int32(FIRST_CLIMB if new else LATER_CLIMB),
+            )
+            self.values[chosen] = np.asarray(values)[: len(chosen)]
+            self.known[chosen] = True
+            total = look if total is None else total.plus(look)
+            if bar is not None:
+                bar.update(len(chosen))
+        assert total is not None
+        return total
+
+    def _data(self, index: np.ndarray) -> dict[str, Any]:
+        template = self.study.template
+        indices = {p.name: index if p.name == self.marginal.plate else np.arange(p.size) for p in template.plates}
+        whole = frozenset(indices) - {self.marginal.plate}
+        branch = fixed_branch({name: jnp.asarray(each, jnp.int32) for name, each in indices.items()})
+        stored = observed_data.stored_at(template, self.observations.stored, indices)
+        return {**observed_data.at_branch(template, self.observations.arrays, branch, whole), **stored}
+
+    def outside(self, theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Gradient and information of what is outside of plates."""
+        data = self._data(np.zeros(1, np.int64))
+        levels = {site.name: site.level for site in self.study.template.observed}
+        one = {
+            name: jnp.take(each, 0, levels[name].index(self.marginal.plate)) if self.marginal.plate in levels[name] else each
+            for name, each in data.items()
+        }
+        found = _outside(self.study, self.marginal, self.arguments, jnp.asarray(theta, self.values.dtype), one, self.seed)
+        gradient, curvature = (np.asarray(each, np.float64) for each in found)
+        return gradient, -curvature
+
+
+def _without(level: Level, plate: str) -> Level:
+    return tuple(each for each in level if each != plate)
+
+
+def polish(
+    members: Members,
+    theta: np.ndarray,
+    spread: np.ndarray,
+    start: Callable[[np.ndarray], np.ndarray],
+    progress_bar: bool,
+) -> Normal:
+    """The posterior of what is outside of plates, as a normal distribution.
+
+    Args:
+        theta: where to start.
+        spread: prior standard deviations.
+        start: where the latents of members begin.
+    """
+    count, size = members.count, len(theta)
+    order = np.random.default_rng(0).permutation(count)
+    looked_at = min(FIRST_MEMBERS * size, count)
+    with tqdm(disable=not progress_bar, desc="polishing", unit="member", dynamic_ncols=True, leave=False) as bar:
+        for _ in range(MOST_ROUNDS):
+            look = members.look(theta, np.sort(order[:looked_at]), start, bar)
+            covariance, step = _newton(look, looked_at, count, *members.outside(theta))
+            deviations = np.sqrt(np.diag(covariance))
+            longest = np.abs(step / spread).max()
+            step *= min(1.0, LONGEST_STEP / longest)
+            theta = theta + step
+            moved = np.abs(step / deviations).max()
+            bar.set_postfix_str(f"last step {moved:.2f} posterior sd", refresh=False)
+            if looked_at == count and moved < SETTLED:
+                break
+            if moved < NEAR * np.sqrt(count / looked_at):
+                looked_at = count
+        else:
+            warnings.warn(
+                f"Polishing took {MOST_ROUNDS} steps, the last of which moved a number by {moved:.1f} posterior standard "
+                "deviations: the posterior may not be settled. Train longer before polishing, or polish again.",
+                stacklevel=3,
+            )
+    counting = look.counting / looked_at
+    if counting < FEWEST_COUNTING:
+        warnings.warn(
+            f"Only {counting:.0%} of the draws of members' latents count: their posteriors are far from normal, and what "
+            "polishing says may be off. Raise `num_draws`, or keep to the fit as it was.",
+            stacklevel=3,
+        )
+    return Normal(theta, np.linalg.cholesky(covariance))
+
+
+def _newton(
+    look: Look, looked_at: int, count: int, gradient: np.ndarray, information: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The covariance of the posterior, and the step to its mode, as far as a look at some of the members tells."""
+    score, squares = np.asarray(look.score), np.asarray(look.squares)
+    scatter = (squares - np.outer(score, score) / looked_at) * (count / looked_at)
+    # The inverse of a scatter of so few members is too large on average.
+    scatter /= max(1 - len(score) / looked_at, 0.5)
+    covariance = np.linalg.inv(scatter + information)
+    return covariance, covariance @ (score * (count / looked_at) + gradient)
