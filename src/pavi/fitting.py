@@ -20,10 +20,10 @@ from pavi.cascade import Study
 from pavi.checkpoint import Keeper, Progress
 from pavi.data import Observations
 from pavi.errors import ModelError, SettingError
-from pavi.families import Family, Normal, Polished, Reading, Units, Weights, outside
+from pavi.families import Family, Polished, Reading, Units, Weights, outside
 from pavi.polishing import Members, marginal_of, polish
 from pavi.posterior import Posterior, seed_of
-from pavi.reading import read_study
+from pavi.reading import check_batch, check_counts, read_study
 from pavi.schedule import Schedule, Stop
 from pavi.setting import Setting, identity_of, problem_of, runner_of
 from pavi.sharding import gathered
@@ -55,14 +55,12 @@ class Fit(Posterior):
         history: Mapping[str, np.ndarray],
         batch: Mapping[str, int],
         skipped: int = 0,
-        polished: Normal | None = None,
     ):
         """`parts` are those of a posterior, but for its family and weights, which follow from what was `trained`."""
         study, units, arguments, observations = parts
-        reading = Reading(*trained.family.settle(study, arguments, observations.everything, units, trained.weights))
-        reading = reading if polished is None else Polished.of(reading, polished)
+        reading = trained.family.settle(study, arguments, observations.everything, units, trained.weights)
         super().__init__(study, *reading, units, arguments, observations)
-        self._trained, self._polished = trained, polished
+        self._trained = trained
         self.stop, self.history, self.batch, self.skipped = stop, dict(history), dict(batch), skipped
 
     @property
@@ -112,7 +110,6 @@ class Fit(Posterior):
                 "family": self._trained.family,
                 "weights": self._trained.weights,
                 "units": self._units,
-                "polished": self._polished,
                 "data": self._observations,
                 "model_args": model_args,
                 "model_kwargs": model_kwargs,
@@ -197,19 +194,25 @@ class Fit(Posterior):
 
     def polish(
         self,
+        steps: int | None = None,
+        *,
+        batch: Mapping[str, int] | None = None,
+        num_particles: int = 2,
         num_draws: int = 16,
         inner_points: int = 1024,
-        *,
         rng_key: int | PRNGKeyArray = 0,
         progress_bar: bool = True,
     ) -> Fit:
         """A fit whose latents outside of plates have the posterior that the evidence gives them, not a bound of it.
 
         For studies with many members: what flows cannot express of a member's posterior adds up over members, and biases
-        spreads. Here members' latents are averaged out instead (see `pavi.polishing`). The members' own posteriors stay as
-        they were fitted, given the latents outside. Members of the outermost plate must be independent given these.
+        spreads. Here members' latents are averaged out instead (see `pavi.polishing`), and then trained on with the latents
+        outside drawn from the posterior found. Members of the outermost plate must be independent given these.
 
         Args:
+            steps: training steps of the latents inside plates, afterwards; by default as many as this fit took.
+            batch: members per such step, by plate; by default as in this fit.
+            num_particles: Monte Carlo samples per such step.
             num_draws: draws of each member's latents, a power of two.
             inner_points: points of the prior over which latents further inside are averaged out, a power of two.
             rng_key: an int or a JAX key.
@@ -228,32 +231,40 @@ class Fit(Posterior):
             >>> bool(abs(tau[0] - 0.8) < 3 * tau[1])
             True
         """
-        template = self.template
+        started, template = time.perf_counter(), self.template
         marginal = marginal_of(template, num_draws, inner_points)
+        base, weights = self._trained
+        if isinstance(base, Polished):
+            base, weights = base.base, Polished.strip(template, weights)
+        steps = len(self.history["step"]) if steps is None else steps
+        check_counts(steps or None, num_particles, None)
+        batch = check_batch(template, self.batch if batch is None else batch, base)
         first = {plate.name: np.zeros(1, np.int64) for plate in template.plates}
-        theta = self._centers(tuple(outside(template)), first)
-        spread = np.concatenate(
-            [np.ravel((self._units.prior_spread or self._units.spread)[name]) for name in outside(template)]
-        )
-        members = Members(self._study, marginal, self._arguments, self._observations, seed_of(rng_key))
+        spreads = self._units.prior_spread or self._units.spread
+        center = self._centers(tuple(outside(template)), first)
+        spread = np.concatenate([np.ravel(spreads[name]) for name in outside(template)])
         own = tuple(site.name for site in marginal.latents(template))
 
         def start(index: np.ndarray) -> np.ndarray:
             return self._centers(own, {**first, marginal.plate: index})
 
-        normal = polish(members, theta, spread, start, progress_bar)
-        return Fit(
-            self._study,
-            self._units,
-            self._arguments,
-            self._observations,
-            trained=self._trained,
-            stop=self.stop,
-            history=self.history,
-            batch=self.batch,
-            skipped=self.skipped,
-            polished=normal,
-        )
+        members = Members(self._study, marginal, self._arguments, self._observations, seed_of(rng_key))
+        normal = polish(members, center, spread, start, progress_bar)
+        family = Polished(base)
+        if not steps:
+            trained = Reading(family, Polished.add(weights, normal._replace(center=center)))
+            parts = self._study, self._units, self._arguments, self._observations
+            return Fit(*parts, trained=trained, stop=self.stop, history=self.history, batch=self.batch, skipped=self.skipped)
+        hosted = any(isinstance(rows, np.ndarray) for rows in weights.rows.values())
+        setting = Setting(family, batch, steps, num_particles, None, seed_of(rng_key), progress_bar, started)
+        setting = setting._replace(rows_on_host=hosted, inner_points=0 if marginal.inner is None else inner_points)
+        weights = Polished.add(weights, normal)
+        fit = refine(self._study, self._arguments, self._observations, weights, self._units, setting)
+        fit.history = {
+            name: np.concatenate([self.history[name], self.history[name][-1] * (name != "elbo") + new])
+            for name, new in fit.history.items()
+        }
+        return fit
 
 
 def _matched(old: Observations, new: Observations, plate: str, old_size: int, size: int) -> np.ndarray:
@@ -345,7 +356,9 @@ def refine(
     row_paces = dict.fromkeys(weights.rows, np.float32(1.0))
     inputs = Inputs(arguments, observations.arrays, units, paces, row_paces)
     rng = np.random.default_rng(setting.seed)
-    memory = setting.family.init(study.template, rng, observations.everything, problem.whole).memory
+    memory: Mapping[Any, Any] = {}
+    if setting.family.shapes(study.template, problem.whole).memory:
+        memory = setting.family.init(study.template, rng, observations.everything, problem.whole).memory
     copied = jax.tree.map(np.array if problem.hosted else jnp.array, weights._replace(memory=memory))
     state = place(problem, copied, setting.seed)
     run = runner(problem, observations.stored, schedule.short)

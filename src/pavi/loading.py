@@ -14,7 +14,7 @@ from pavi.amortize import Amortized, load_amortized
 from pavi.cascade import Study
 from pavi.data import Observations
 from pavi.errors import LoadError
-from pavi.families import Normal, Reading, Units
+from pavi.families import Reading, Units
 from pavi.fitting import Fit
 from pavi.reading import read_saved_template, split_arguments
 from pavi.schedule import Stop
@@ -54,5 +54,4 @@ def _load_fit(path: str | os.PathLike, saved: Any, model: Callable) -> Fit:
         history=saved["history"],
         batch=saved["batch"],
         skipped=saved["skipped"],
-        polished=None if saved.get("polished") is None else Normal(*saved["polished"]),
     )

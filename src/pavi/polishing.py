@@ -10,8 +10,8 @@ outside of plates, members of a plate are independent, so it is a product over t
 3. latents further inside are averaged out over points of their prior, as in training with `inner_points`.
 
 The gradients of the members' log evidences, their *scores*, add up to that of the whole, and the scatter of scores is
-the information they carry (Berndt, Hall, Hall and Hausman 1974). Newton steps with both lead to the posterior's mode; with many
-members it is normal, with the inverse of that information, and the prior's, as its covariance.
+the information they carry (Berndt, Hall, Hall and Hausman 1974). Newton steps with both lead to the posterior's mode. With
+many members the posterior is normal, and its covariance the inverse of that information and the prior's.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from pavi.template import Kind, Level, Site, Template
 from pavi.tiles import tile_budget
 
 # Newton steps to where a member's posterior is highest, in the first look at it and in later ones.
-FIRST_CLIMB, LATER_CLIMB = 12, 3
+FIRST_CLIMB, LATER_CLIMB = 12, 1
 # Lengths of a Newton step that are tried.
 LENGTHS = (1.0, 0.3, 0.05)
 # Directions in which a member's posterior is flatter than this, relative to its steepest, count as this steep.
 FLATTEST = 1e-6
-# Members per number outside of plates, at least; and so many are looked at until a step is small.
-FEWEST_MEMBERS, FIRST_MEMBERS = 4, 10
+# Members per number outside of plates, at least; and so many, or this many in all, are looked at until a step is small.
+FEWEST_MEMBERS, FIRST_MEMBERS, FIRST_IN_ALL = 4, 10, 1000
 # In standard deviations of the posterior: the last step is shorter than this, and the last before all members are looked at.
-SETTLED, NEAR = 0.1, 1.0
+SETTLED, NEAR = 0.25, 1.0
 # Prior standard deviations that a number moves at most in one step.
 LONGEST_STEP = 1.0
 MOST_ROUNDS = 20
@@ -146,8 +146,7 @@ def _log_density(
 
 
 class Look(NamedTuple):
-    """What a look at some members gives: sums of their log evidences, scores, outer products of scores, and parts of draws that
-    count."""
+    """Sums over the members looked at: of log evidences, scores, outer products of scores, and parts of draws that count."""
 
     evidence: Any
     score: Any
@@ -353,7 +352,7 @@ def polish(
     """
     count, size = members.count, len(theta)
     order = np.random.default_rng(0).permutation(count)
-    looked_at = min(FIRST_MEMBERS * size, count)
+    looked_at = min(max(FIRST_MEMBERS * size, FIRST_IN_ALL), count)
     with tqdm(disable=not progress_bar, desc="polishing", unit="member", dynamic_ncols=True, leave=False) as bar:
         for _ in range(MOST_ROUNDS):
             look = members.look(theta, np.sort(order[:looked_at]), start, bar)
@@ -381,7 +380,7 @@ def polish(
             "polishing says may be off. Raise `num_draws`, or keep to the fit as it was.",
             stacklevel=3,
         )
-    return Normal(theta, np.linalg.cholesky(covariance))
+    return Normal(theta, np.linalg.cholesky(covariance), theta)
 
 
 def _newton(

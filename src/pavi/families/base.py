@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -70,10 +70,15 @@ class Glimpse(NamedTuple):
 class Family(Protocol):
     """A way to build q for a template. Frozen and hashable; holds settings, never weights."""
 
-    row_rate: ClassVar[float]
-    """Learning rate of the rows, relative to that of the shared weights."""
-    whole_plates: ClassVar[bool]
-    """Whether every step must take all members of every plate."""
+    @property
+    def row_rate(self) -> float:
+        """Learning rate of the rows, relative to that of the shared weights."""
+        ...
+
+    @property
+    def whole_plates(self) -> bool:
+        """Whether every step must take all members of every plate."""
+        ...
 
     def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]) -> Weights:
         """Starting weights for the full study, which may look at its data (plate axes in front).

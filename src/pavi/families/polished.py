@@ -1,4 +1,4 @@
-"""A fitted family whose latents outside of plates are drawn from a joint normal distribution in place of their flows."""
+"""Latents outside of plates drawn from a given joint normal distribution in place of their flows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from jax.scipy.stats import norm
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from pavi.cascade import Draw, Sampler
-from pavi.families.base import Family, Reading, Units
+from pavi.cascade import Draw, Sampler, Study
+from pavi.families.base import Family, Glimpse, Reading, Units, Weights
 from pavi.prior import Prior
 from pavi.template import Level, Site, Template
 
@@ -22,18 +22,14 @@ TOGETHER = 2**30
 
 
 class Normal(NamedTuple):
-    """A normal distribution of all unconstrained numbers outside of plates: its mean, and a factor of its covariance."""
+    """A normal distribution of all unconstrained numbers outside of plates: its mean, and a factor of its covariance.
+
+    `center` is where flows of other latents, which are shown how far values lie from there, were trained to take it to be.
+    """
 
     mean: Float[Array | np.ndarray, " size"]
     factor: Float[Array | np.ndarray, "size size"]
-
-
-class _Given(NamedTuple):
-    """What stands in place of the encoding outside of plates: that encoding, values by site, and log q of them all."""
-
-    row: Any
-    values: dict[str, Array]
-    log_q: Float[Array, ""]
+    center: Float[Array | np.ndarray, " size"]
 
 
 def outside(template: Template) -> dict[str, slice]:
@@ -45,18 +41,61 @@ def outside(template: Template) -> dict[str, slice]:
 
 @dataclasses.dataclass(frozen=True)
 class Polished:
-    """Reads latents outside of plates from a normal distribution, and all others from a fitted family.
+    """A family in which latents outside of plates have a given normal distribution, and all others are as in another family.
 
-    Flows of the others are still shown how far the values lie from where the fitted family centers them.
+    The numbers of the normal distribution follow the other family's shared weights, and are not trained.
     """
 
     base: Family
 
-    @classmethod
-    def of(cls, reading: Reading, normal: Normal) -> Reading:
-        family, weights = reading
-        flat = jnp.concatenate([jnp.asarray(part).reshape(-1) for part in (weights.shared, *normal)])
-        return Reading(cls(family), weights._replace(shared=flat))  # type: ignore[arg-type]
+    @property
+    def row_rate(self) -> float:
+        return self.base.row_rate
+
+    @property
+    def whole_plates(self) -> bool:
+        return self.base.whole_plates
+
+    @staticmethod
+    def add(weights: Weights, normal: Normal) -> Weights:
+        """The weights of the other family with a normal distribution behind them."""
+        parts = [jnp.asarray(part, weights.shared.dtype).reshape(-1) for part in (weights.shared, *normal)]
+        return weights._replace(shared=jnp.concatenate(parts))
+
+    @staticmethod
+    def strip(template: Template, weights: Weights) -> Weights:
+        """The weights of the other family alone."""
+        return weights._replace(shared=_split(template, weights.shared)[0])
+
+    def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]) -> Weights:
+        size = _size(template)
+        zeros = np.zeros(size)
+        return self.add(self.base.init(template, rng, data, whole), Normal(zeros, np.eye(size), zeros))
+
+    def shapes(self, template: Template, whole: frozenset[str]) -> Weights:
+        weights = self.base.shapes(template, whole)
+        count = weights.shared.shape[0] + _size(template) * (_size(template) + 2)
+        return weights._replace(shared=jax.ShapeDtypeStruct((count,), weights.shared.dtype))
+
+    def parts(self, template: Template) -> Mapping[str, slice]:
+        return self.base.parts(template)
+
+    def measure(self, template: Template, data: Mapping[str, Any], arguments: Any) -> Units:
+        return self.base.measure(template, data, arguments)
+
+    def encode(self, weights: Weights, units: Units, glimpse: Glimpse) -> tuple[Mapping[Level, Any], Mapping]:
+        return self.base.encode(self.strip(glimpse.study.template, weights), units, glimpse)
+
+    def extend(
+        self, weights: Weights, kept: Mapping[str, np.ndarray], template: Template, data: Mapping[str, Any]
+    ) -> Weights:
+        normal = _split(template, weights.shared)[1]
+        return self.add(self.base.extend(self.strip(template, weights), kept, template, data), normal)
+
+    def settle(self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, weights: Weights) -> Reading:
+        template = study.template
+        family, settled = self.base.settle(study, arguments, data, units, self.strip(template, weights))
+        return Reading(Polished(family), self.add(settled, _split(template, weights.shared)[1]))
 
     def together(
         self,
@@ -67,26 +106,34 @@ class Polished:
         key: PRNGKeyArray,
         training: bool,
     ) -> dict[Level, Any]:
-        """Encodings, with a joint draw of all that is outside of plates beside theirs."""
+        """Encodings, with a joint draw of all that is outside of plates in place of theirs."""
         del units, training
-        places = outside(template)
-        size = max(place.stop for place in places.values())
-        mean, factor = shared[-size * (size + 1) : -size * size], shared[-size * size :].reshape(size, size)
-        noise = jax.random.normal(jax.random.fold_in(key, TOGETHER), (size,))
+        mean, factor, center = jax.lax.stop_gradient(_split(template, shared)[1])
+        noise = jax.random.normal(jax.random.fold_in(key, TOGETHER), mean.shape)
         drawn = mean + factor @ noise
         log_q = norm.logpdf(noise).sum() - jnp.linalg.slogdet(factor)[1]
-        values = {name: drawn[place] for name, place in places.items()}
-        return {**encodings, (): _Given(encodings.get(()), values, log_q)}
+        draws = {
+            # The density of all sites together is counted once.
+            name: Draw(drawn[place], log_q if place.start == 0 else jnp.zeros(()), center[place])
+            for name, place in outside(template).items()
+        }
+        return {**encodings, (): draws}
 
     def sampler(self, template: Template, units: Units, shared: Array) -> Sampler:
-        size = max(place.stop for place in outside(template).values())
-        plain = self.base.sampler(template, units, shared[: -size * (size + 1)])
+        plain = self.base.sampler(template, units, _split(template, shared)[0])
 
         def draw(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
-            if site.level:
-                return plain(site, prior, encoding, given, key)
-            first = next(iter(encoding.values))
-            log_q = jnp.where(site.name == first, encoding.log_q, 0.0)  # that of all sites together, counted once
-            return Draw(encoding.values[site.name], log_q, plain(site, prior, encoding.row, given, key).center)
+            return plain(site, prior, encoding, given, key) if site.level else encoding[site.name]
 
         return draw
+
+
+def _size(template: Template) -> int:
+    return sum(site.size for site in template.latents if not site.level)
+
+
+def _split(template: Template, shared: Array) -> tuple[Array, Normal]:
+    """The shared weights of the other family, and the normal distribution behind them."""
+    size = _size(template)
+    own, mean, factor, center = jnp.split(shared, np.cumsum([len(shared) - size * (size + 2), size, size * size]))
+    return own, Normal(mean, factor.reshape(size, size), center)
