@@ -19,9 +19,10 @@ import pavi
 from pavi import data as observed_data
 from pavi import rows as row_ops
 from pavi.branch import Branch
-from pavi.cascade import Inner, cascade
-from pavi.elbo import bounds, reduced_elbo
+from pavi.cascade import cascade
+from pavi.elbo import reduced_elbo
 from pavi.families import Glimpse, Units, Weights
+from pavi.inner import Inner
 from pavi.reading import read_study
 
 
@@ -58,7 +59,7 @@ def compare(
 ) -> tuple[int, float, float, float]:
     """(branchings, full ELBO, relative error of the mean ELBO, relative error of the mean gradient).
 
-    With `inner`, of the bound that averages over draws of that level instead.
+    With `inner`, of the bound that averages over points of that level instead.
     """
     family = pavi.PAVI() if family is None else family
     study, arguments, observations = read_study(model, data, (), None)
@@ -79,7 +80,7 @@ def compare(
         glimpse = Glimpse(study, arguments, branch, sliced)
         encodings, _ = family.encode(Weights(shared, gathered, {}), units, glimpse)
         found = cascade(study, arguments, sampler, encodings, branch, sliced, key, inner=inner)
-        return reduced_elbo(template, branch, found) if inner is None else bounds(template, branch, found, inner).tight
+        return reduced_elbo(template, branch, found, inner=inner)
 
     def branch_of(members: dict[str, tuple[int, ...]]) -> Branch:
         return Branch(

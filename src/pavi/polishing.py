@@ -42,8 +42,9 @@ from pavi.prior import Prior
 from pavi.template import Kind, Level, Site, Template
 from pavi.tiles import tile_budget
 
-# Newton steps to where a member's posterior is highest, in the first look at it and in later ones.
-FIRST_CLIMB, LATER_CLIMB = 12, 1
+# Newton steps to where a member's posterior is highest: the last is shorter than this, in standard deviations of that
+# posterior, and there are at most so many.
+NEAR_TOP, MOST_CLIMBED = 0.1, 20
 # Lengths of a Newton step that are tried.
 LENGTHS = (1.0, 0.3, 0.05)
 # Directions in which a member's posterior is flatter than this, relative to its steepest, count as this steep.
@@ -168,13 +169,12 @@ def _look(
     counts: Array,
     data: dict[str, Array],
     seed: Array,
-    climb: Array,
 ) -> tuple[Look, Array]:
     """Looks at a tile of members, their latents first at given values; these are moved to where they are likeliest."""
     template, key = study.template, jax.random.wrap_key_data(seed)
     levels = {site.name: site.level for site in template.observed}
     axes = {name: levels[name].index(marginal.plate) if marginal.plate in levels[name] else None for name in data}
-    looked = jax.vmap(functools.partial(_look_at, study, marginal, arguments, theta, key, climb), in_axes=(0, 0, axes))
+    looked = jax.vmap(functools.partial(_look_at, study, marginal, arguments, theta, key), in_axes=(0, 0, axes))
     evidence, scores, counting, values = looked(values, index, data)
     # A member whose evidence is not finite says nothing.
     usable = counts & jnp.isfinite(evidence) & jnp.isfinite(scores).all(-1)
@@ -191,7 +191,6 @@ def _look_at(
     arguments: Any,
     theta: Array,
     key: PRNGKeyArray,
-    climb: Array,
     start: Array,
     index: Array,
     data: dict[str, Array],
@@ -207,15 +206,25 @@ def _look_at(
         steepness = jnp.abs(steepness)
         return directions, jnp.maximum(steepness, FLATTEST * steepness.max())
 
-    def step(_: Array, values: Array) -> Array:
-        directions, steepness = curved(values)
-        ahead = directions @ (directions.T @ jax.grad(log_density)(values, theta) / steepness)
-        tried = values + jnp.array((0.0, *LENGTHS))[:, None] * ahead
-        heights = jax.vmap(log_density, (0, None))(tried, theta)
-        return tried[jnp.nanargmax(jnp.where(jnp.isfinite(heights), heights, -jnp.inf))]
+    def ahead(values: Array, theta: Array, directions: Array, steepness: Array) -> Array:
+        """The Newton step."""
+        return directions @ (directions.T @ jax.grad(log_density)(values, theta) / steepness)
 
-    top = jax.lax.stop_gradient(jax.lax.fori_loop(0, climb, step, start))
-    directions, steepness = jax.lax.stop_gradient(curved(top))
+    def climbing(state: tuple[Array, Array, Array]) -> Array:
+        _, steps, last = state
+        return (steps < MOST_CLIMBED) & (last > NEAR_TOP)
+
+    def climb(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        values, steps, _ = state
+        directions, steepness = curved(values)
+        step = ahead(values, theta, directions, steepness)
+        tried = values + jnp.array((0.0, *LENGTHS))[:, None] * step
+        heights = jax.vmap(log_density, (0, None))(tried, theta)
+        best = jnp.argmax(jnp.where(jnp.isfinite(heights), heights, -jnp.inf))
+        return tried[best], steps + 1, jnp.sqrt(((directions.T @ step) ** 2 * steepness).sum())
+
+    top, _, _ = jax.lax.while_loop(climbing, climb, (start, jnp.zeros((), jnp.int32), jnp.full((), jnp.inf)))
+    directions, steepness = curved(top)
     net = jnp.asarray(_net(marginal.draws // 2, top.size))
     shift = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, 2**31), index), top.shape)
     half = jax.scipy.stats.norm.ppf(jnp.clip((net + shift) % 1.0, EDGE, 1 - EDGE))
@@ -223,7 +232,7 @@ def _look_at(
 
     def log_weights(theta: Array) -> Float[Array, " draws"]:
         # One more Newton step: as theta moves, so does the top, at the rate that the implicit function theorem says.
-        moved = top + directions @ (directions.T @ jax.grad(log_density)(top, theta) / steepness)
+        moved = top + ahead(top, theta, directions, steepness)
         drawn = moved + noise / jnp.sqrt(steepness) @ directions.T
         return jax.vmap(log_density, (0, None))(drawn, theta) + 0.5 * (noise**2).sum(-1)
 
@@ -288,9 +297,8 @@ class Members:
         for first in range(0, len(members), self.tile):
             chosen = members[first : first + self.tile]
             index = np.pad(chosen, (0, self.tile - len(chosen)), mode="edge")
-            new = not self.known[index].all()
-            if new:
-                self.values[index] = start(index)
+            if not self.known[index].all():
+                self.values[index] = np.where(self.known[index, None], self.values[index], start(index))
             look, values = _look(
                 self.study,
                 self.marginal,
@@ -301,7 +309,6 @@ class Members:
                 np.arange(self.tile) < len(chosen),
                 self._data(index),
                 self.seed,
-                np.int32(FIRST_CLIMB if new else LATER_CLIMB),
             )
             self.values[chosen] = np.asarray(values)[: len(chosen)]
             self.known[chosen] = True

@@ -108,7 +108,7 @@ class Polished:
     ) -> dict[Level, Any]:
         """Encodings, with a joint draw of all that is outside of plates in place of theirs."""
         del units, training
-        mean, factor, center = jax.lax.stop_gradient(_split(template, shared)[1])
+        mean, factor, center = (jax.lax.stop_gradient(jnp.asarray(part)) for part in _split(template, shared)[1])
         noise = jax.random.normal(jax.random.fold_in(key, TOGETHER), mean.shape)
         drawn = mean + factor @ noise
         log_q = norm.logpdf(noise).sum() - jnp.linalg.slogdet(factor)[1]

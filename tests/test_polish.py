@@ -1,0 +1,201 @@
+"""`fit.polish`: evidences of members against quadrature, posteriors of what is outside of plates against exact ones."""
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from scipy.special import expit, logsumexp
+
+import pavi
+from pavi.polishing import Members, marginal_of
+
+AFFINE = pavi.PAVI(flow=pavi.Affine())
+GROUPS, PUPILS = 400, 20
+NODES, CHANCES = np.polynomial.hermite_e.hermegauss(60)
+LOG_CHANCES = np.log(CHANCES / CHANCES.sum())
+
+
+def quiz(groups=GROUPS, pupils=PUPILS):
+    """Pupils of a group pass or fail a test: a logit per group, one per pupil around it, both of unknown spread."""
+    between = numpyro.sample("between", dist.LogNormal(0.0, 0.5))
+    within = numpyro.sample("within", dist.LogNormal(0.0, 0.5))
+    with numpyro.plate("group", groups, dim=-2):
+        mean = numpyro.sample("mean", dist.Normal(0.5, between))
+        with numpyro.plate("pupil", pupils, dim=-1):
+            logit = numpyro.sample("logit", dist.Normal(mean, within))
+            numpyro.sample("x", dist.Bernoulli(logits=logit))
+
+
+def passed(between=1.2, within=0.8, seed=0):
+    rng = np.random.default_rng(seed)
+    mean = 0.5 + between * rng.normal(size=(GROUPS, 1))
+    return rng.binomial(1, expit(mean + within * rng.normal(size=(GROUPS, PUPILS))))
+
+
+def log_evidences(theta, x):
+    """Log evidence of each group at logarithms of both spreads, by quadrature."""
+    mean = 0.5 + np.exp(theta[0]) * NODES
+    chance = expit(mean[:, None] + np.exp(theta[1]) * NODES) @ np.exp(LOG_CHANCES)
+    heads = x.sum(1)[:, None]
+    return logsumexp(LOG_CHANCES + heads * np.log(chance) + (PUPILS - heads) * np.log1p(-chance), axis=1)
+
+
+def exact(x):
+    """Mean and covariance of the logarithms of both spreads, on a grid."""
+    axis = np.linspace(-1.2, 1.2, 61)
+    grid = np.stack(np.meshgrid(axis, axis, indexing="ij"), -1).reshape(-1, 2)
+    log_p = np.array([log_evidences(theta, x).sum() for theta in grid]) - 0.5 * (grid**2).sum(1) / 0.25
+    weights = np.exp(log_p - logsumexp(log_p))
+    mean = weights @ grid
+    return mean, (grid - mean).T @ ((grid - mean) * weights[:, None])
+
+
+@pytest.fixture(scope="module")
+def x():
+    return passed()
+
+
+@pytest.fixture(scope="module")
+def fit(x):
+    batch = {"group": 50, "pupil": PUPILS}
+    return pavi.fit(quiz, {"x": x}, family=AFFINE, batch=batch, num_particles=2, steps=1000, progress_bar=False)
+
+
+@pytest.fixture(scope="module")
+def polished(fit):
+    return fit.polish(2000, inner_points=256, progress_bar=False)
+
+
+def test_evidences_and_scores_of_members(fit, x):
+    marginal = marginal_of(fit.template, 64, 1024)
+    members = Members(fit._study, marginal, fit._arguments, fit._observations, np.zeros(2, np.uint32))
+    theta, some = np.array([0.2, -0.3]), np.arange(0, GROUPS, 10)
+    look = members.look(theta, some, lambda index: np.zeros((len(index), 1)))
+    assert look.evidence == pytest.approx(log_evidences(theta, x[some]).sum(), abs=0.02)
+    steps = 1e-3 * np.eye(2)
+    slopes = np.array([log_evidences(theta + step, x[some]) - log_evidences(theta - step, x[some]) for step in steps]) / 2e-3
+    np.testing.assert_allclose(look.score, slopes.sum(1), atol=0.05)
+    np.testing.assert_allclose(look.squares, slopes @ slopes.T, rtol=0.02, atol=0.05)
+    assert look.counting / len(some) > 0.9
+    # A second look starts where the first one left the members.
+    again = members.look(theta, some, lambda index: pytest.fail("these members are known"))
+    np.testing.assert_allclose(again.score, look.score, atol=0.01)
+
+
+def test_the_posterior_outside_of_plates_is_the_exact_one(fit, polished, x):
+    mean, covariance = exact(x)
+    deviations = np.sqrt(np.diag(covariance))
+    draws = polished.sample(4000, sites=["between", "within"])
+    found = np.log(np.stack([draws[name].values[0] for name in ("between", "within")]))
+    assert (np.abs(found.mean(1) - mean) < 0.35 * deviations).all()
+    np.testing.assert_allclose(found.std(1), deviations, rtol=0.2)
+    assert np.corrcoef(found)[0, 1] == pytest.approx(covariance[0, 1] / deviations.prod(), abs=0.15)
+    # What training alone gives is far off.
+    plain = np.log(fit.sample(1000, sites=["within"])["within"].values)
+    assert abs(plain.mean() - mean[1]) > 2 * deviations[1]
+
+
+def test_members_follow(polished, x):
+    """Posteriors of the groups' logits are those given the spreads found: coverage of the exact conditional moments."""
+    moments = polished.moments(sites=["mean"], num_samples=400)["mean"].values
+    theta = np.log([polished.moments(sites=[name], num_samples=400)[name].values[0] for name in ("between", "within")])
+    mean = 0.5 + np.exp(theta[0]) * NODES
+    chance = expit(mean[:, None] + np.exp(theta[1]) * NODES) @ np.exp(LOG_CHANCES)
+    heads = x.sum(1)[:, None]
+    weights = LOG_CHANCES + heads * np.log(chance) + (PUPILS - heads) * np.log1p(-chance)
+    weights = np.exp(weights - logsumexp(weights, axis=1, keepdims=True))
+    center = weights @ mean
+    spread = np.sqrt(weights @ mean**2 - center**2)
+    assert np.abs((moments[0] - center) / spread).mean() < 0.25
+    assert np.median(moments[1] / spread) == pytest.approx(1.0, abs=0.15)
+
+
+def test_a_polished_fit_is_a_fit(polished, x, tmp_path):
+    polished.save(tmp_path / "fit.pavi")
+    again = pavi.load(tmp_path / "fit.pavi", quiz)
+    some = {"where": {"group": [3, 7], "pupil": [0]}, "rng_key": 5}
+    assert again.sample(10, **some).identical(polished.sample(10, **some))
+    whole = polished.sample(10, rng_key=5).isel(group=[3, 7], pupil=[0])
+    np.testing.assert_allclose(whole["logit"], polished.sample(10, **some)["logit"], rtol=1e-5)
+    assert len(polished.history["step"]) == 3000
+    assert (np.diff(polished.history["step"]) == 1).all()
+    assert np.isfinite(polished.elbo(20).mean)
+    assert polished.update({"x": x}, steps=5, progress_bar=False).sample(3)["mean"].sizes["group"] == GROUPS
+
+
+def test_polishing_again_and_stored_data_change_nothing(fit, polished, x, tmp_path):
+    settings = {"inner_points": 256, "progress_bar": False}
+    again = polished.polish(0, **settings)
+    stored = np.memmap(tmp_path / "x.npy", mode="w+", dtype=np.int32, shape=x.shape)
+    stored[:] = x
+    kept = {"family": AFFINE, "batch": fit.batch, "num_particles": 2, "steps": 200, "progress_bar": False}
+    apart = pavi.fit(quiz, {"x": stored}, **kept).polish(0, **settings)
+    want = polished.moments(sites=["between", "within"], num_samples=2000)
+    for other in (again, apart):
+        found = other.moments(sites=["between", "within"], num_samples=2000)
+        for name in ("between", "within"):
+            assert abs(found[name][0] - want[name][0]) < 0.4 * want[name][1]
+
+
+def test_a_normal_hierarchy_without_an_inner_level():
+    """The posterior of a spread of normal groups, whose evidences are known."""
+
+    def model():
+        tau = numpyro.sample("tau", dist.HalfNormal(2.0))
+        with numpyro.plate("group", 500):
+            theta = numpyro.sample("theta", dist.Normal(jnp.zeros(3), tau).to_event(1))
+            numpyro.sample("x", dist.Normal(theta, 1.0).to_event(1))
+
+    x = np.random.default_rng(1).normal(size=(500, 3)) * np.sqrt(1 + 0.7**2)
+    fit = pavi.fit(model, {"x": x}, family=AFFINE, steps=200, progress_bar=False)
+    log_tau = np.log(fit.polish(0, progress_bar=False).sample(4000, sites=["tau"])["tau"].values)
+    grid = np.linspace(-1.5, 0.5, 2001)
+    variance = 1 + np.exp(2 * grid)
+    log_p = -0.5 * x.size * np.log(variance) - 0.5 * (x**2).sum() / variance - np.exp(2 * grid) / 8 + grid
+    weights = np.exp(log_p - logsumexp(log_p))
+    mean = weights @ grid
+    sd = np.sqrt(weights @ (grid - mean) ** 2)
+    assert abs(log_tau.mean() - mean) < 0.3 * sd
+    assert log_tau.std() == pytest.approx(sd, rel=0.1)
+
+
+def crossed():
+    tau = numpyro.sample("tau", dist.LogNormal(0.0, 1.0))
+    rows, columns = numpyro.plate("row", 20, dim=-2), numpyro.plate("column", 20, dim=-1)
+    with rows:
+        a = numpyro.sample("a", dist.Normal(0, tau))
+    with columns:
+        b = numpyro.sample("b", dist.Normal(0, tau))
+    with rows, columns:
+        numpyro.sample("x", dist.Normal(a + b, 1))
+
+
+def few():
+    mu = numpyro.sample("mu", dist.Normal(jnp.zeros(3), 1).to_event(1))
+    with numpyro.plate("group", 8):
+        theta = numpyro.sample("theta", dist.Normal(mu, 1).to_event(1))
+        numpyro.sample("x", dist.Normal(theta, 1).to_event(1))
+
+
+def flat():
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("item", 30):
+        numpyro.sample("x", dist.Normal(mu, 1))
+
+
+def test_refusals(fit):
+    def refuse(model, shape, match):
+        short = pavi.fit(model, {"x": np.zeros(shape)}, family=AFFINE, steps=1, progress_bar=False)
+        with pytest.raises(pavi.SettingError, match=match):
+            short.polish(progress_bar=False)
+
+    refuse(crossed, (20, 20), "not independent")
+    refuse(few, (8, 3), "8 members for 3 numbers")
+    refuse(flat, (30,), "expected a single plate")
+    with pytest.raises(pavi.SettingError, match="num_draws=3"):
+        fit.polish(num_draws=3)
+    with pytest.raises(pavi.SettingError, match="inner_points=5"):
+        fit.polish(inner_points=5)
+    with pytest.raises(pavi.SettingError, match="num_particles=0"):
+        fit.polish(num_particles=0)
