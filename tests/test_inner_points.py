@@ -123,10 +123,8 @@ def test_only_simple_densities_are_averaged_as_a_whole():
     def spread_by_member():
         with numpyro.plate("point", 3):
             z = numpyro.sample("z", dist.Normal(0, 1))
-            logits = jnp.stack([z, -z], -1)
-            numpyro.sample(
-                "x", SharedLabel(logits, jnp.array([[0.0], [1.0]]), jnp.exp(jnp.stack([z, z], -1)).reshape(-1), 1)
-            )
+            scales = jnp.exp(jnp.stack([z, z], -1))
+            numpyro.sample("x", SharedLabel(jnp.stack([z, -z], -1), jnp.array([[0.0], [1.0]]), scales, 1))
 
     fit = pavi.fit(spread_by_member, {"x": np.ones((3, 1, 1))}, family=LINEAR, steps=1, progress_bar=False)
     branch, inner = fixed_branch({"point": jnp.arange(3)}), Inner(("point",), 8)

@@ -68,11 +68,11 @@ def polished(fit):
 
 
 def test_evidences_and_scores_of_members(fit, x):
-    marginal = marginal_of(fit.template, 64, 1024)
+    marginal = marginal_of(fit.template, 1024, 1024)
     members = Members(fit._study, marginal, fit._arguments, fit._observations, np.zeros(2, np.uint32))
     theta, some = np.array([0.2, -0.3]), np.arange(0, GROUPS, 10)
     look = members.look(theta, some, lambda index: np.zeros((len(index), 1)))
-    assert look.evidence == pytest.approx(log_evidences(theta, x[some]).sum(), abs=0.02)
+    assert look.evidence == pytest.approx(log_evidences(theta, x[some]).sum(), abs=0.03)
     steps = 1e-3 * np.eye(2)
     slopes = np.array([log_evidences(theta + step, x[some]) - log_evidences(theta - step, x[some]) for step in steps]) / 2e-3
     np.testing.assert_allclose(look.score, slopes.sum(1), atol=0.05)
@@ -91,9 +91,10 @@ def test_the_posterior_outside_of_plates_is_the_exact_one(fit, polished, x):
     assert (np.abs(found.mean(1) - mean) < 0.35 * deviations).all()
     np.testing.assert_allclose(found.std(1), deviations, rtol=0.2)
     assert np.corrcoef(found)[0, 1] == pytest.approx(covariance[0, 1] / deviations.prod(), abs=0.15)
-    # What training alone gives is far off.
+    # What training alone gives is far too narrow, and off.
     plain = np.log(fit.sample(1000, sites=["within"])["within"].values)
-    assert abs(plain.mean() - mean[1]) > 2 * deviations[1]
+    assert plain.std() < 0.6 * deviations[1]
+    assert abs(plain.mean() - mean[1]) > deviations[1]
 
 
 def test_members_follow(polished, x):

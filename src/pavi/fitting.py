@@ -198,7 +198,7 @@ class Fit(Posterior):
         *,
         batch: Mapping[str, int] | None = None,
         num_particles: int = 2,
-        num_draws: int = 16,
+        num_draws: int = 32,
         inner_points: int = 1024,
         rng_key: int | PRNGKeyArray = 0,
         progress_bar: bool = True,

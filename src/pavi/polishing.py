@@ -5,7 +5,7 @@ members say little of a spread, that is more than the data say. Here the evidenc
 outside of plates, members of a plate are independent, so it is a product over them. For one member,
 
 1. its latents are put where their posterior is highest, by Newton steps;
-2. the evidence is the mean of p / q over draws of q, a normal distribution around that place with the curvature found
+2. the evidence is the mean of p / q over draws of q, Student's t distribution around that place with the curvature found
    there. As the latents outside move, q moves along: otherwise a few draws would soon outweigh all others;
 3. latents further inside are averaged out over points of their prior, as in training with `inner_points`.
 
@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
-from scipy.stats import qmc
+from scipy.special import gammaln
+from scipy.stats import chi2, qmc
 from tqdm.auto import tqdm
 
 from pavi import data as observed_data
@@ -49,6 +50,8 @@ NEAR_TOP, MOST_CLIMBED = 0.1, 20
 LENGTHS = (1.0, 0.3, 0.05)
 # Directions in which a member's posterior is flatter than this, relative to its steepest, count as this steep.
 FLATTEST = 1e-6
+# Degrees of freedom of members' draws.
+TAILS = 10.0
 # Members per number outside of plates, at least; and so many, or this many in all, are looked at until a step is small.
 FEWEST_MEMBERS, FIRST_MEMBERS, FIRST_IN_ALL = 4, 10, 1000
 # In standard deviations of the posterior: the last step is shorter than this, and the last before all members are looked at.
@@ -225,26 +228,43 @@ def _look_at(
 
     top, _, _ = jax.lax.while_loop(climbing, climb, (start, jnp.zeros((), jnp.int32), jnp.full((), jnp.inf)))
     directions, steepness = curved(top)
-    net = jnp.asarray(_net(marginal.draws // 2, top.size))
-    shift = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, 2**31), index), top.shape)
-    half = jax.scipy.stats.norm.ppf(jnp.clip((net + shift) % 1.0, EDGE, 1 - EDGE))
-    noise = jnp.concatenate([half, -half])
+    noise, log_q = _noise(marginal.draws, top.size, jax.random.fold_in(jax.random.fold_in(key, 2**31), index))
 
     def log_weights(theta: Array) -> Float[Array, " draws"]:
         # One more Newton step: as theta moves, so does the top, at the rate that the implicit function theorem says.
         moved = top + ahead(top, theta, directions, steepness)
         drawn = moved + noise / jnp.sqrt(steepness) @ directions.T
-        return jax.vmap(log_density, (0, None))(drawn, theta) + 0.5 * (noise**2).sum(-1)
+        return jax.vmap(log_density, (0, None))(drawn, theta) - log_q
 
     def evidence(theta: Array) -> tuple[Array, Array]:
         terms = log_weights(theta)
         whole = jax.nn.logsumexp(terms)
         counting = jnp.exp(2 * whole - jax.nn.logsumexp(2 * terms)) / marginal.draws
-        volume = 0.5 * (top.size * jnp.log(2 * jnp.pi) - jnp.log(steepness).sum())
-        return whole - jnp.log(marginal.draws) + volume, counting
+        return whole - jnp.log(marginal.draws) - 0.5 * jnp.log(steepness).sum(), counting
 
     (found, counting), score = jax.value_and_grad(evidence, has_aux=True)(theta)
     return found, score, counting, top
+
+
+def _noise(draws: int, size: int, key: PRNGKeyArray) -> tuple[Float[Array, "draw size"], Float[Array, " draw"]]:
+    """Draws of Student's t around zero and their log-densities: a net of points, shifted at random, and its mirror image.
+
+    Its tails are longer than a normal distribution's, so that skewed posteriors do not lie outside of it.
+    """
+    net = _net(draws // 2, size + 1)
+    chances = jnp.clip((net + jax.random.uniform(key, (size + 1,))) % 1.0, EDGE, 1 - EDGE)
+    table = _chi_squares()
+    radius = jnp.sqrt(TAILS / jnp.interp(chances[:, -1], jnp.linspace(0.0, 1.0, len(table)), table))
+    half = jax.scipy.stats.norm.ppf(chances[:, :-1]) * radius[:, None]
+    noise = jnp.concatenate([half, -half])
+    constant = gammaln((TAILS + size) / 2) - gammaln(TAILS / 2) - 0.5 * size * np.log(TAILS * np.pi)
+    return noise, constant - 0.5 * (TAILS + size) * jnp.log1p((noise**2).sum(-1) / TAILS)
+
+
+@functools.cache
+def _chi_squares() -> Float[np.ndarray, " chance"]:
+    """Quantiles of the chi-squared distribution at evenly spaced chances."""
+    return chi2.ppf(np.clip(np.linspace(0, 1, 4097), EDGE, 1 - EDGE), TAILS).astype(np.float32)
 
 
 @functools.lru_cache(maxsize=16)
