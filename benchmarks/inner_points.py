@@ -30,16 +30,16 @@ def coins(groups: int) -> None:
 
 def main() -> None:
     print(f"{jax.devices()[0].device_kind}. Exact: mean 0, sd 1.\n")
-    print("| groups | draws | mean of log tau | sd | seconds |\n|---|---|---|---|---|")
+    print("| groups | points | mean of log tau | sd | seconds |\n|---|---|---|---|---|")
     for groups in (100, 1_000, 10_000):
         data = {"x": np.random.default_rng(0).integers(0, 2, size=groups)}
-        for draws in (1, 8, 64):
+        for points in (0, 64, 1024):
             started = time.perf_counter()
             settings = {"family": FAMILY, "steps": 4000, "num_particles": 2, "batch": {"group": min(groups, 1000)}}
-            fit = pavi.fit(coins, data, model_args=(groups,), inner_points=draws, progress_bar=False, **settings)
+            fit = pavi.fit(coins, data, model_args=(groups,), inner_points=points, progress_bar=False, **settings)
             seconds = time.perf_counter() - started
             log_tau = np.log(fit.sample(4000, sites=["tau"])["tau"].values)
-            print(f"| {groups:,} | {draws} | {log_tau.mean():.2f} | {log_tau.std():.2f} | {seconds:.1f} |", flush=True)
+            print(f"| {groups:,} | {points:,} | {log_tau.mean():.2f} | {log_tau.std():.2f} | {seconds:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

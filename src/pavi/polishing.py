@@ -56,8 +56,9 @@ TAILS = 10.0
 FEWEST_MEMBERS, FIRST_MEMBERS, FIRST_IN_ALL = 4, 10, 1000
 # In standard deviations of the posterior: the last step is shorter than this, and the last before all members are looked at.
 SETTLED, NEAR = 0.25, 1.0
-# Prior standard deviations that a number moves at most in one step.
-LONGEST_STEP = 1.0
+# Prior standard deviations that a number moves at most in one step. A step after which the log posterior is lower by this
+# many nats, and this part of it, which may be rounding, is taken back by half.
+LONGEST_STEP, LARGEST_FALL, LEAST_PART = 10.0, 5.0, 1e-7
 MOST_ROUNDS = 20
 # Draws that count, of those made, below which the normal distribution of a member does not fit.
 FEWEST_COUNTING = 0.3
@@ -275,15 +276,15 @@ def _net(points: int, size: int) -> Float[np.ndarray, "point size"]:
 @quick_jit(static_argnums=(0, 1))
 def _outside(
     study: Study, marginal: Marginal, arguments: Any, theta: Array, data: dict[str, Array], seed: Array
-) -> tuple[Array, Array]:
-    """Gradient and curvature of the log prior outside of plates, and of data there are outside of plates."""
+) -> tuple[Array, Array, Array]:
+    """The log prior outside of plates, and of data there are outside of plates; its gradient and curvature."""
     size = sum(site.size for site in marginal.latents(study.template))
 
     def log_density(theta: Array) -> Array:
         index, key = jnp.zeros((), jnp.int32), jax.random.wrap_key_data(seed)
         return _log_density(study, marginal, arguments, theta, jnp.zeros(size), index, data, key, everywhere=True)
 
-    return jax.grad(log_density)(theta), jax.hessian(log_density)(theta)
+    return log_density(theta), jax.grad(log_density)(theta), jax.hessian(log_density)(theta)
 
 
 class Members:
@@ -346,8 +347,8 @@ class Members:
         stored = observed_data.stored_at(template, self.observations.stored, indices)
         return {**observed_data.at_branch(template, self.observations.arrays, branch, whole), **stored}
 
-    def outside(self, theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Gradient and information of what is outside of plates."""
+    def outside(self, theta: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+        """What is outside of plates: its log-density, the gradient, and the information."""
         data = self._data(np.zeros(1, np.int64))
         levels = {site.name: site.level for site in self.study.template.observed}
         one = {
@@ -355,8 +356,8 @@ class Members:
             for name, each in data.items()
         }
         found = _outside(self.study, self.marginal, self.arguments, jnp.asarray(theta, self.values.dtype), one, self.seed)
-        gradient, curvature = (np.asarray(each, np.float64) for each in found)
-        return gradient, -curvature
+        value, gradient, curvature = (np.asarray(each, np.float64) for each in found)
+        return float(value), gradient, -curvature
 
 
 def _without(level: Level, plate: str) -> Level:
@@ -380,20 +381,23 @@ def polish(
     count, size = members.count, len(theta)
     order = np.random.default_rng(0).permutation(count)
     looked_at = min(max(FIRST_MEMBERS * size, FIRST_IN_ALL), count)
+    best: tuple[float, np.ndarray] | None = None
     with tqdm(disable=not progress_bar, desc="polishing", unit="member", dynamic_ncols=True, leave=False) as bar:
         for _ in range(MOST_ROUNDS):
             look = members.look(theta, np.sort(order[:looked_at]), start, bar)
-            covariance, step = _newton(look, looked_at, count, *members.outside(theta))
-            deviations = np.sqrt(np.diag(covariance))
-            longest = np.abs(step / spread).max()
-            step *= min(1.0, LONGEST_STEP / longest)
+            found = _newton(look, looked_at, count, *members.outside(theta))
+            if best is not None and found.height < best[0] - LARGEST_FALL * (1 + LEAST_PART * abs(best[0])):
+                theta = (theta + best[1]) / 2
+                continue
+            best = found.height, theta
+            step = found.step * min(1.0, LONGEST_STEP / np.abs(found.step / spread).max())
             theta = theta + step
-            moved = np.abs(step / deviations).max()
+            moved = np.abs(step / np.sqrt(np.diag(found.covariance))).max()
             bar.set_postfix_str(f"last step {moved:.2f} posterior sd", refresh=False)
             if looked_at == count and moved < SETTLED:
                 break
-            if moved < NEAR * np.sqrt(count / looked_at):
-                looked_at = count
+            if moved < NEAR * np.sqrt(count / looked_at) and looked_at < count:
+                looked_at, best = count, None
         else:
             warnings.warn(
                 f"Polishing took {MOST_ROUNDS} steps, the last of which moved a number by {moved:.1f} posterior standard "
@@ -407,16 +411,21 @@ def polish(
             "polishing says may be off. Raise `num_draws`, or keep to the fit as it was.",
             stacklevel=3,
         )
-    return Normal(theta, np.linalg.cholesky(covariance), theta)
+    return Normal(theta, np.linalg.cholesky(found.covariance), theta)
 
 
-def _newton(
-    look: Look, looked_at: int, count: int, gradient: np.ndarray, information: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The covariance of the posterior, and the step to its mode, as far as a look at some of the members tells."""
-    score, squares = np.asarray(look.score), np.asarray(look.squares)
-    scatter = (squares - np.outer(score, score) / looked_at) * (count / looked_at)
+class _Newton(NamedTuple):
+    """The height of the log posterior, its covariance, and the step to its mode, as far as some of the members tell."""
+
+    height: float
+    covariance: np.ndarray
+    step: np.ndarray
+
+
+def _newton(look: Look, looked_at: int, count: int, value: float, gradient: np.ndarray, information: np.ndarray) -> _Newton:
+    score, squares, times = np.asarray(look.score), np.asarray(look.squares), count / looked_at
+    scatter = (squares - np.outer(score, score) / looked_at) * times
     # The inverse of a scatter of so few members is too large on average.
-    scatter /= max(1 - len(score) / looked_at, 0.5)
+    scatter /= max(1 - (len(score) + 1) / looked_at, 0.5)
     covariance = np.linalg.inv(scatter + information)
-    return covariance, covariance @ (score * (count / looked_at) + gradient)
+    return _Newton(float(look.evidence) * times + value, covariance, covariance @ (score * times + gradient))
