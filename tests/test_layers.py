@@ -39,6 +39,7 @@ ORDER = [
     "storage",
     "passes",
     "posterior",
+    "evidence",
     "polishing",
     "fitting",
     "api",

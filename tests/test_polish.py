@@ -8,7 +8,8 @@ import pytest
 from scipy.special import expit, logsumexp
 
 import pavi
-from pavi.polishing import Members, marginal_of
+from pavi.evidence import marginal_of
+from pavi.polishing import Members
 
 AFFINE = pavi.PAVI(flow=pavi.Affine())
 GROUPS, PUPILS = 400, 20

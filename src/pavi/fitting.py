@@ -20,8 +20,9 @@ from pavi.cascade import Study
 from pavi.checkpoint import Keeper, Progress
 from pavi.data import Observations
 from pavi.errors import ModelError, SettingError
+from pavi.evidence import marginal_of
 from pavi.families import Family, Polished, Reading, Units, Weights, outside
-from pavi.polishing import Members, marginal_of, polish
+from pavi.polishing import Members, polish
 from pavi.posterior import Posterior, seed_of
 from pavi.reading import check_batch, check_counts, read_study
 from pavi.schedule import Schedule, Stop

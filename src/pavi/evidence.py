@@ -1,0 +1,268 @@
+"""The evidence of one member of a plate, its own latents averaged out, as a function of the latents outside of plates.
+
+Given the latents outside of plates, members of the outermost plate are independent, so the evidence of a study is a product
+over them. For one member,
+
+1. its latents are put where their posterior is highest, by Newton steps;
+2. the evidence is the mean of p / q over draws of q, Student's t distribution around that place with the curvature found
+   there. As the latents outside move, q moves along: otherwise a few draws would soon outweigh all others;
+3. latents further inside are averaged out over points of their prior, as in training with `inner_points`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
+from scipy.special import gammaln
+from scipy.stats import chi2, qmc
+
+from pavi.branch import fixed_branch
+from pavi.cascade import EDGE, Draw, Study, cascade
+from pavi.compiling import quick_jit
+from pavi.elbo import reduced_elbo
+from pavi.errors import SettingError
+from pavi.families import outside
+from pavi.inner import Inner, inner_of
+from pavi.prior import Prior
+from pavi.template import Kind, Level, Site, Template
+
+# Newton steps to where a member's posterior is highest: the last is shorter than this, in standard deviations of that
+# posterior, and there are at most so many.
+NEAR_TOP, MOST_CLIMBED = 0.1, 20
+# Lengths of a Newton step that are tried.
+LENGTHS = (1.0, 0.3, 0.05)
+# Directions in which a member's posterior is flatter than this, relative to its steepest, count as this steep.
+FLATTEST = 1e-6
+# Degrees of freedom of members' draws.
+TAILS = 10.0
+# Members per number outside of plates, at least.
+FEWEST_MEMBERS = 4
+# Most numbers of one member's latents: their curvature is a matrix of as many rows.
+MOST_NUMBERS = 64
+
+
+class Marginal(NamedTuple):
+    """How latents inside plates are averaged out: those of one plate by draws, those further inside over points."""
+
+    plate: str
+    inner: Inner | None
+    draws: int
+
+    def latents(self, template: Template) -> list[Site]:
+        return [site for site in template.latents if site.level == (self.plate,)]
+
+
+def marginal_of(template: Template, draws: int, points: int) -> Marginal:
+    """How the latents of a model are averaged out.
+
+    Raises:
+        SettingError: if they cannot be: members of the outermost plate must be independent given what is outside of plates.
+    """
+    why = None
+    levels = [level for level in template.levels if level]
+    level: Level = min(levels, key=len, default=())
+    deeper = [other for other in levels if other != level]
+    astray = [
+        s.name for s in template.sites if s.level and s.kind is not Kind.DETERMINISTIC and not set(level) <= set(s.level)
+    ]
+    size = sum(site.size for site in template.latents if site.level == level)
+    count = sum(site.size for site in template.latents if not site.level)
+    if not count:
+        why = "it has no latent outside of plates"
+    elif len(level) != 1:
+        why = f"its outermost latents inside plates are in {level or 'none'}; expected a single plate"
+    elif astray:
+        why = f"{astray} are not in the plate {level[0]!r} of the other latents, so its members are not independent"
+    elif len(deeper) > 1:
+        why = f"inside the plate {level[0]!r} there are latents of several levels, {deeper}; expected one"
+    elif size > MOST_NUMBERS:
+        why = f"a member of the plate {level[0]!r} has {size} latent numbers; expected at most {MOST_NUMBERS}"
+    elif template.sizes(level)[0] < FEWEST_MEMBERS * count:
+        why = (
+            f"the plate {level[0]!r} has {template.sizes(level)[0]} members for {count} numbers outside of plates; expected "
+            f"{FEWEST_MEMBERS} times as many: with fewer the posterior need not be normal, and the flows describe it better"
+        )
+    if why is not None:
+        raise SettingError(f"This model cannot be polished: {why}.")
+    if draws < 2 or draws & (draws - 1):
+        raise SettingError(f"polish(num_draws={draws}): expected a power of two, such as 16.")
+    return Marginal(level[0], inner_of(template, points) if deeper else None, draws)
+
+
+def _log_density(
+    study: Study,
+    marginal: Marginal,
+    arguments: Any,
+    theta: Array,
+    values: Array,
+    index: Array,
+    data: Mapping[str, Array],
+    key: PRNGKeyArray,
+    everywhere: bool = False,
+) -> Float[Array, ""]:
+    """What one member adds to log p, its latents and those outside at given unconstrained values.
+
+    With `everywhere`, what is outside of plates adds instead.
+    """
+    template, plate = study.template, marginal.plate
+    given = {name: theta[place] for name, place in outside(template).items()}
+    start = 0
+    for site in marginal.latents(template):
+        given[site.name] = values[start : start + site.size]
+        start += site.size
+
+    def sampler(site: Site, prior: Prior, encoding: Any, before: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
+        del prior, encoding, before, key
+        return Draw(given[site.name], jnp.zeros(()), given[site.name])
+
+    branch = fixed_branch({p.name: index[None] if p.name == plate else jnp.arange(p.size) for p in template.plates})
+    levels = {site.name: site.level for site in template.observed}
+    shown = {
+        name: jnp.expand_dims(each, levels[name].index(plate)) if plate in levels[name] else each
+        for name, each in data.items()
+    }
+    found = cascade(study, arguments, sampler, {}, branch, shown, key, inner=marginal.inner)
+    return reduced_elbo(template, branch, found, lambda level: float(bool(level) != everywhere), marginal.inner)
+
+
+class Look(NamedTuple):
+    """Sums over the members looked at: of log evidences, scores, outer products of scores, and parts of draws that count."""
+
+    evidence: Any
+    score: Any
+    squares: Any
+    counting: Any
+
+    def plus(self, other: Look) -> Look:
+        return Look(*(np.asarray(a, np.float64) + np.asarray(b, np.float64) for a, b in zip(self, other, strict=True)))
+
+
+@quick_jit(static_argnums=(0, 1))
+def look_at_tile(
+    study: Study,
+    marginal: Marginal,
+    arguments: Any,
+    theta: Array,
+    values: Array,
+    index: Array,
+    counts: Array,
+    data: dict[str, Array],
+    seed: Array,
+) -> tuple[Look, Array]:
+    """Looks at a tile of members, their latents first at given values; these are moved to where they are likeliest."""
+    template, key = study.template, jax.random.wrap_key_data(seed)
+    levels = {site.name: site.level for site in template.observed}
+    axes = {name: levels[name].index(marginal.plate) if marginal.plate in levels[name] else None for name in data}
+    looked = jax.vmap(functools.partial(_look_at, study, marginal, arguments, theta, key), in_axes=(0, 0, axes))
+    evidence, scores, counting, values = looked(values, index, data)
+    # A member whose evidence is not finite says nothing.
+    usable = counts & jnp.isfinite(evidence) & jnp.isfinite(scores).all(-1)
+    scores = jnp.where(usable[:, None], scores, 0.0)
+    with jax.default_matmul_precision("float32"):
+        squares = scores.T @ scores
+    found = (jnp.where(usable, evidence, 0.0).sum(), scores.sum(0), squares, jnp.where(usable, counting, 0.0).sum())
+    return Look(*found), values
+
+
+def _look_at(
+    study: Study,
+    marginal: Marginal,
+    arguments: Any,
+    theta: Array,
+    key: PRNGKeyArray,
+    start: Array,
+    index: Array,
+    data: dict[str, Array],
+) -> tuple[Array, Array, Array, Array]:
+    """One member's log evidence, its gradient, which part of the draws counts, and where its latents are likeliest."""
+
+    def log_density(values: Array, theta: Array) -> Float[Array, ""]:
+        return _log_density(study, marginal, arguments, theta, values, index, data, key)
+
+    def curved(values: Array) -> tuple[Array, Array]:
+        """Directions of the curvature, and how steep the posterior falls along each."""
+        steepness, directions = jnp.linalg.eigh(-jax.hessian(log_density)(values, theta))
+        steepness = jnp.abs(steepness)
+        return directions, jnp.maximum(steepness, FLATTEST * steepness.max())
+
+    def ahead(values: Array, theta: Array, directions: Array, steepness: Array) -> Array:
+        """The Newton step."""
+        return directions @ (directions.T @ jax.grad(log_density)(values, theta) / steepness)
+
+    def climbing(state: tuple[Array, Array, Array]) -> Array:
+        _, steps, last = state
+        return (steps < MOST_CLIMBED) & (last > NEAR_TOP)
+
+    def climb(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        values, steps, _ = state
+        directions, steepness = curved(values)
+        step = ahead(values, theta, directions, steepness)
+        tried = values + jnp.array((0.0, *LENGTHS))[:, None] * step
+        heights = jax.vmap(log_density, (0, None))(tried, theta)
+        best = jnp.argmax(jnp.where(jnp.isfinite(heights), heights, -jnp.inf))
+        return tried[best], steps + 1, jnp.sqrt(((directions.T @ step) ** 2 * steepness).sum())
+
+    top, _, _ = jax.lax.while_loop(climbing, climb, (start, jnp.zeros((), jnp.int32), jnp.full((), jnp.inf)))
+    directions, steepness = curved(top)
+    noise, log_q = _noise(marginal.draws, top.size, jax.random.fold_in(jax.random.fold_in(key, 2**31), index))
+
+    def log_weights(theta: Array) -> Float[Array, " draws"]:
+        # One more Newton step: as theta moves, so does the top, at the rate that the implicit function theorem says.
+        moved = top + ahead(top, theta, directions, steepness)
+        drawn = moved + noise / jnp.sqrt(steepness) @ directions.T
+        return jax.vmap(log_density, (0, None))(drawn, theta) - log_q
+
+    def evidence(theta: Array) -> tuple[Array, Array]:
+        terms = log_weights(theta)
+        whole = jax.nn.logsumexp(terms)
+        counting = jnp.exp(2 * whole - jax.nn.logsumexp(2 * terms)) / marginal.draws
+        return whole - jnp.log(marginal.draws) - 0.5 * jnp.log(steepness).sum(), counting
+
+    (found, counting), score = jax.value_and_grad(evidence, has_aux=True)(theta)
+    return found, score, counting, top
+
+
+def _noise(draws: int, size: int, key: PRNGKeyArray) -> tuple[Float[Array, "draw size"], Float[Array, " draw"]]:
+    """Draws of Student's t around zero and their log-densities: a net of points, shifted at random, and its mirror image.
+
+    Its tails are longer than a normal distribution's, so that skewed posteriors do not lie outside of it.
+    """
+    net = _net(draws // 2, size + 1)
+    chances = jnp.clip((net + jax.random.uniform(key, (size + 1,))) % 1.0, EDGE, 1 - EDGE)
+    table = _chi_squares()
+    radius = jnp.sqrt(TAILS / jnp.interp(chances[:, -1], jnp.linspace(0.0, 1.0, len(table)), table))
+    half = jax.scipy.stats.norm.ppf(chances[:, :-1]) * radius[:, None]
+    noise = jnp.concatenate([half, -half])
+    constant = gammaln((TAILS + size) / 2) - gammaln(TAILS / 2) - 0.5 * size * np.log(TAILS * np.pi)
+    return noise, constant - 0.5 * (TAILS + size) * jnp.log1p((noise**2).sum(-1) / TAILS)
+
+
+@functools.cache
+def _chi_squares() -> Float[np.ndarray, " chance"]:
+    """Quantiles of the chi-squared distribution at evenly spaced chances."""
+    return chi2.ppf(np.clip(np.linspace(0, 1, 4097), EDGE, 1 - EDGE), TAILS).astype(np.float32)
+
+
+@functools.lru_cache(maxsize=16)
+def _net(points: int, size: int) -> Float[np.ndarray, "point size"]:
+    return qmc.Sobol(size, scramble=True, seed=1).random(points).astype(np.float32)
+
+
+@quick_jit(static_argnums=(0, 1))
+def look_outside(
+    study: Study, marginal: Marginal, arguments: Any, theta: Array, data: dict[str, Array], seed: Array
+) -> tuple[Array, Array, Array]:
+    """The log prior outside of plates, and of data there are outside of plates; its gradient and curvature."""
+    size = sum(site.size for site in marginal.latents(study.template))
+
+    def log_density(theta: Array) -> Array:
+        index, key = jnp.zeros((), jnp.int32), jax.random.wrap_key_data(seed)
+        return _log_density(study, marginal, arguments, theta, jnp.zeros(size), index, data, key, everywhere=True)
+
+    return log_density(theta), jax.grad(log_density)(theta), jax.hessian(log_density)(theta)
