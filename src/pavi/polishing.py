@@ -26,7 +26,7 @@ from pavi.branch import fixed_branch
 from pavi.cascade import Study
 from pavi.data import Observations
 from pavi.evidence import Look, Marginal, look_at_tile, look_outside
-from pavi.families import Normal
+from pavi.families import Normal, outside
 from pavi.planning import device_memory
 from pavi.template import Kind, Level
 from pavi.tiles import one_ahead, tile_budget
@@ -39,6 +39,8 @@ SETTLED, NEAR = 0.25, 1.0
 # many nats, and this part of it, which may be rounding, is taken back by half.
 LONGEST_STEP, LARGEST_FALL, LEAST_PART = 10.0, 5.0, 1e-7
 MOST_ROUNDS = 20
+# Times that a step is shortened at most where the last one turned out too long.
+MOST_STEEPER = 4.0
 # Draws that count, of those made, below which a member's posterior is too far from what they are drawn from.
 FEWEST_COUNTING = 0.3
 # Numbers that are held for each number of a draw.
@@ -159,25 +161,26 @@ def polish(
         start: where the latents of members begin.
     """
     count, size = members.count, len(theta)
+    blocks = list(outside(members.study.template).values())
     order = np.random.default_rng(0).permutation(count)
     looked_at = min(max(FIRST_MEMBERS * size, FIRST_IN_ALL), count)
-    best: tuple[float, np.ndarray] | None = None
+    last: _Newton | None = None
     with tqdm(disable=not progress_bar, desc="polishing", unit="member", dynamic_ncols=True, leave=False) as bar:
         for _ in range(MOST_ROUNDS):
             look = members.look(theta, np.sort(order[:looked_at]), start, bar)
-            found = _newton(look, looked_at, count, *members.outside(theta))
-            if best is not None and found.height < best[0] - LARGEST_FALL * (1 + LEAST_PART * abs(best[0])):
-                theta = (theta + best[1]) / 2
+            found = _newton(theta, look, looked_at, count, blocks, *members.outside(theta))
+            if last is not None and found.height < last.height - LARGEST_FALL * (1 + LEAST_PART * abs(last.height)):
+                theta = (theta + last.theta) / 2
                 continue
-            best = found.height, theta
             step = found.step * min(1.0, LONGEST_STEP / np.abs(found.step / spread).max())
-            theta = theta + step
+            step /= 1.0 if last is None else found.steeper_than_thought(last)
+            last, theta = found, theta + step
             moved = np.abs(step / np.sqrt(np.diag(found.covariance))).max()
             bar.set_postfix_str(f"last step {moved:.2f} posterior sd", refresh=False)
             if looked_at == count and moved < SETTLED:
                 break
             if moved < NEAR * np.sqrt(count / looked_at) and looked_at < count:
-                looked_at, best = count, None
+                looked_at, last = count, None
         else:
             warnings.warn(
                 f"Polishing took {MOST_ROUNDS} steps, the last of which moved a number by {moved:.1f} posterior standard "
@@ -195,17 +198,56 @@ def polish(
 
 
 class _Newton(NamedTuple):
-    """The height of the log posterior, its covariance, and the step to its mode, as far as some of the members tell."""
+    """The log posterior as far as some of the members tell: its height, gradient, information and covariance."""
 
+    theta: np.ndarray
     height: float
+    gradient: np.ndarray
+    information: np.ndarray
     covariance: np.ndarray
-    step: np.ndarray
+
+    @property
+    def step(self) -> np.ndarray:
+        return self.covariance @ self.gradient
+
+    def steeper_than_thought(self, last: _Newton) -> float:
+        """How many times faster the gradient fell on the way from the last place than the information there had it."""
+        way = self.theta - last.theta
+        return float(np.clip(way @ (last.gradient - self.gradient) / (way @ last.information @ way), 1.0, MOST_STEEPER))
 
 
-def _newton(look: Look, looked_at: int, count: int, value: float, gradient: np.ndarray, information: np.ndarray) -> _Newton:
+def _newton(
+    theta: np.ndarray,
+    look: Look,
+    looked_at: int,
+    count: int,
+    blocks: list[slice],
+    value: float,
+    gradient: np.ndarray,
+    information: np.ndarray,
+) -> _Newton:
     score, squares, times = np.asarray(look.score), np.asarray(look.squares), count / looked_at
-    scatter = (squares - np.outer(score, score) / looked_at) * times
-    # The inverse of a scatter of so few members is too large on average.
-    scatter /= max(1 - (len(score) + 1) / looked_at, 0.5)
-    covariance = np.linalg.inv(scatter + information)
-    return _Newton(float(look.evidence) * times + value, covariance, covariance @ (score * times + gradient))
+    scatter = squares - np.outer(score, score) / looked_at
+    whole = information + _shrunk(scatter, blocks, looked_at) * times
+    height = float(look.evidence) * times + value
+    return _Newton(theta, height, score * times + gradient, whole, np.linalg.inv(whole))
+
+
+def _shrunk(scatter: np.ndarray, blocks: list[slice], looked_at: int) -> np.ndarray:
+    """A scatter whose correlations, between the numbers of each two sites, are as much smaller as they look like noise.
+
+    Of many numbers some will seem to hang together among so few members, and the inverse would be far off along them
+    (Schäfer and Strimmer 2005). What is left is too large an inverse on average, which is corrected.
+    """
+    deviations = np.sqrt(np.maximum(np.diag(scatter), np.finfo(float).tiny))
+    found = scatter / np.outer(deviations, deviations)
+    free = 0.0
+    for a in blocks:
+        for b in blocks:
+            apart = ~np.eye(len(found), dtype=bool)[a, b]
+            seen = (found[a, b] ** 2)[apart].sum()
+            noise = ((1 - found[a, b] ** 2) ** 2)[apart].sum() / looked_at
+            kept = max(1 - noise / seen, 0.0) if seen > 0 else 0.0
+            found[a, b] = np.where(apart, kept * found[a, b], found[a, b])
+            free += kept * (a.stop - a.start) * (a == b)
+    return found * np.outer(deviations, deviations) / max(1 - (free + 1) / looked_at, 0.5)
