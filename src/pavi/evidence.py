@@ -251,7 +251,7 @@ def _chi_squares() -> Float[np.ndarray, " chance"]:
 
 @functools.lru_cache(maxsize=16)
 def _net(points: int, size: int) -> Float[np.ndarray, "point size"]:
-    return qmc.Sobol(size, scramble=True, seed=1).random(points).astype(np.float32)
+    return qmc.Sobol(size, scramble=True, rng=np.random.default_rng(1)).random(points).astype(np.float32)
 
 
 @quick_jit(static_argnums=(0, 1))

@@ -61,7 +61,7 @@ class Inner(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def _net(points: int, size: int) -> Float[np.ndarray, "point size"]:
-    return qmc.Sobol(size, scramble=True, seed=0).random(points).astype(np.float32)
+    return qmc.Sobol(size, scramble=True, rng=np.random.default_rng(0)).random(points).astype(np.float32)
 
 
 def inner_of(template: Template, points: int) -> Inner | None:
