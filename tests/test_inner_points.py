@@ -87,7 +87,7 @@ def test_the_averaged_bound_of_a_member_is_its_evidence(fit, monkeypatch):
     outer = float(found.log_p["tau"] - found.log_q["tau"])
     assert found.log_p["x"].shape == (6,)  # averaged as a whole
     assert bound - outer == pytest.approx(exact, abs=1e-3)
-    monkeypatch.setattr(Inner, "mixable", lambda self, template: False)
+    monkeypatch.setattr(Inner, "mixing", lambda self, template: None)
     found, bound = run(fit, COINS)
     assert found.log_p["x"].shape == (6, 1024)
     assert bound - outer == pytest.approx(exact, abs=1e-3)
@@ -133,6 +133,19 @@ def test_only_simple_densities_are_averaged_as_a_whole():
     found = cascade(fit._study, fit._arguments, sampler, rows, branch, data, jax.random.key(0), inner=inner)
     # Its scales differ between points, so that the mean of its chances is not all there is to it.
     assert found.log_p["x"].shape == (3, 8)
+
+
+def test_a_site_that_does_not_depend_on_the_points_stays_as_it_is():
+    def graded(groups=5):
+        tau = numpyro.sample("tau", dist.LogNormal(0.0, 1.0))
+        with numpyro.plate("group", groups):
+            theta = numpyro.sample("theta", dist.Normal(0.0, tau))
+            numpyro.sample("x", dist.Bernoulli(logits=theta))
+            numpyro.sample("y", dist.Normal(0.0, tau))
+
+    data = {"x": np.array([0, 1, 1, 0, 1]), "y": np.zeros(5)}
+    fit = pavi.fit(graded, data, family=LINEAR, inner_points=4, steps=2, progress_bar=False)
+    assert np.isfinite(fit.history["elbo"]).all()
 
 
 def test_inner_points_mend_a_spread_that_the_elbo_biases():

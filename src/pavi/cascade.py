@@ -205,7 +205,7 @@ class _Cascade(Messenger):
             self.found.values[site.name] = value.reshape(site.member_shape)
             self.found.seen[site.name] = _seen(fn).reshape(site.member_shape)
         scale = self._scale(site, msg)
-        if self.mixed and self.inner is not None and self.inner.holds(site):
+        if self.mixed and self.inner is not None and site == self.inner.mixing(self.template):
             if not (scale is None or (isinstance(scale, float) and scale == 1.0)):
                 raise _Unmixable  # the mean of a power
             fn = averaged(fn, lambda values: jax.lax.pmean(values, POINTS))
@@ -333,7 +333,7 @@ def _over_points(run: Callable[..., Pass], template: Template, inner: Inner) -> 
 
     def mapped(encodings: dict, indices: dict, data: dict) -> Pass:
         at_point = partial(run, encodings, indices, data)
-        if inner.mixable(template):
+        if inner.mixing(template) is not None:
             # What still differs between points after averaging has no place in the result, so this cannot go wrong unseen.
             with suppress(ValueError):
                 return over(partial(at_point, mixed=True), every._replace(log_p=averaged))

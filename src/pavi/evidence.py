@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 from scipy.special import gammaln
-from scipy.stats import chi2, qmc
+from scipy.stats import chi2
 
 from pavi.branch import fixed_branch
 from pavi.cascade import EDGE, Draw, Study, cascade
@@ -28,7 +28,7 @@ from pavi.compiling import quick_jit
 from pavi.elbo import reduced_elbo
 from pavi.errors import SettingError
 from pavi.families import outside
-from pavi.inner import Inner, inner_of
+from pavi.inner import Inner, inner_of, net
 from pavi.prior import Prior
 from pavi.template import Kind, Level, Site, Template
 
@@ -91,7 +91,7 @@ def marginal_of(template: Template, draws: int, points: int) -> Marginal:
     if why is not None:
         raise SettingError(f"This model cannot be polished: {why}.")
     if draws < 2 or draws & (draws - 1):
-        raise SettingError(f"polish(num_draws={draws}): expected a power of two, such as 16.")
+        raise SettingError(f"polish(num_draws={draws}): expected a power of two, such as 32.")
     return Marginal(level[0], inner_of(template, points) if deeper else None, draws)
 
 
@@ -160,14 +160,13 @@ def look_at_tile(
     levels = {site.name: site.level for site in template.observed}
     axes = {name: levels[name].index(marginal.plate) if marginal.plate in levels[name] else None for name in data}
     looked = jax.vmap(functools.partial(_look_at, study, marginal, arguments, theta, key), in_axes=(0, 0, axes))
-    evidence, scores, counting, values = looked(values, index, data)
-    # A member whose evidence is not finite says nothing.
-    usable = counts & jnp.isfinite(evidence) & jnp.isfinite(scores).all(-1)
-    scores = jnp.where(usable[:, None], scores, 0.0)
     with jax.default_matmul_precision("float32"):
-        squares = scores.T @ scores
-    found = (jnp.where(usable, evidence, 0.0).sum(), scores.sum(0), squares, jnp.where(usable, counting, 0.0).sum())
-    return Look(*found), values
+        evidence, scores, counting, values = looked(values, index, data)
+        # A member whose evidence is not finite says nothing.
+        usable = counts & jnp.isfinite(evidence) & jnp.isfinite(scores).all(-1)
+        scores = jnp.where(usable[:, None], scores, 0.0)
+        evidence, counting = (jnp.where(usable, each, 0.0).sum() for each in (evidence, counting))
+        return Look(evidence, scores.sum(0), scores.T @ scores, counting), values
 
 
 def _look_at(
@@ -233,8 +232,7 @@ def _noise(draws: int, size: int, key: PRNGKeyArray) -> tuple[Float[Array, "draw
 
     Its tails are longer than a normal distribution's, so that skewed posteriors do not lie outside of it.
     """
-    net = _net(draws // 2, size + 1)
-    chances = jnp.clip((net + jax.random.uniform(key, (size + 1,))) % 1.0, EDGE, 1 - EDGE)
+    chances = jnp.clip((net(draws // 2, size + 1) + jax.random.uniform(key, (size + 1,))) % 1.0, EDGE, 1 - EDGE)
     table = _chi_squares()
     radius = jnp.sqrt(TAILS / jnp.interp(chances[:, -1], jnp.linspace(0.0, 1.0, len(table)), table))
     half = jax.scipy.stats.norm.ppf(chances[:, :-1]) * radius[:, None]
@@ -247,11 +245,6 @@ def _noise(draws: int, size: int, key: PRNGKeyArray) -> tuple[Float[Array, "draw
 def _chi_squares() -> Float[np.ndarray, " chance"]:
     """Quantiles of the chi-squared distribution at evenly spaced chances."""
     return chi2.ppf(np.clip(np.linspace(0, 1, 4097), EDGE, 1 - EDGE), TAILS).astype(np.float32)
-
-
-@functools.lru_cache(maxsize=16)
-def _net(points: int, size: int) -> Float[np.ndarray, "point size"]:
-    return qmc.Sobol(size, scramble=True, rng=np.random.default_rng(1)).random(points).astype(np.float32)
 
 
 @quick_jit(static_argnums=(0, 1))

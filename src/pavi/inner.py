@@ -28,8 +28,8 @@ class Inner(NamedTuple):
         """The points of each latent of the level, as chances: a Sobol net over all of its numbers."""
         latents = [site for site in template.latents if self.holds(site)]
         ends = np.cumsum([0, *(site.size for site in latents)])
-        net = _net(self.points, int(ends[-1]))
-        return {site.name: net[:, start:end] for site, start, end in zip(latents, ends[:-1], ends[1:], strict=True)}
+        found = net(self.points, int(ends[-1]))
+        return {site.name: found[:, start:end] for site, start, end in zip(latents, ends[:-1], ends[1:], strict=True)}
 
     def shared(self, template: Template) -> Level:
         """The plates that the priors of the level depend on: members that share them may share their points."""
@@ -38,18 +38,19 @@ class Inner(NamedTuple):
         plates = {plate for name in parents for plate in template.site(name).level}
         return tuple(plate for plate in self.level if plate in plates)
 
-    def mixable(self, template: Template) -> bool:
-        """Whether a single site of the level itself depends on its latents, and its mean density has a simple form."""
+    def mixing(self, template: Template) -> Site | None:
+        """The one site that depends on the level's latents, if it is in the level and its mean density has a simple form."""
         latents = {site.name for site in template.latents if self.holds(site)}
         scored = [
             site for site in template.sites if site.kind in (Kind.OBSERVED, Kind.FACTOR) and latents & set(site.parents)
         ]
-        return len(scored) == 1 and set(scored[0].level) == set(self.level) and scored[0].mixes
+        mixes = len(scored) == 1 and set(scored[0].level) == set(self.level) and scored[0].mixes
+        return scored[0] if mixes else None
 
     def work(self, template: Template) -> dict[Level, int]:
         """Numbers that points add to what a step touches: for one member of a level."""
         latents = sum(site.size for site in template.latents if self.holds(site))
-        if self.mixable(template):
+        if self.mixing(template) is not None:
             return {self.shared(template): self.points * latents}
         inside = sum(
             math.prod(site.member_shape) * math.prod(template.plate(name).size for name in set(site.level) - set(self.level))
@@ -60,7 +61,8 @@ class Inner(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def _net(points: int, size: int) -> Float[np.ndarray, "point size"]:
+def net(points: int, size: int) -> Float[np.ndarray, "point size"]:
+    """Points that fill the unit cube evenly."""
     return qmc.Sobol(size, scramble=True, rng=np.random.default_rng(0)).random(points).astype(np.float32)
 
 

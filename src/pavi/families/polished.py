@@ -22,7 +22,7 @@ TOGETHER = 2**30
 
 
 class Normal(NamedTuple):
-    """A normal distribution of all unconstrained numbers outside of plates: its mean, and a factor of its covariance.
+    """A normal distribution of all unconstrained numbers outside of plates: its mean, and the lower factor of its covariance.
 
     `center` is where flows of other latents, which are shown how far values lie from there, were trained to take it to be.
     """
@@ -110,8 +110,8 @@ class Polished:
         del units, training
         mean, factor, center = (jax.lax.stop_gradient(jnp.asarray(part)) for part in _split(template, shared)[1])
         noise = jax.random.normal(jax.random.fold_in(key, TOGETHER), mean.shape)
-        drawn = mean + factor @ noise
-        log_q = norm.logpdf(noise).sum() - jnp.linalg.slogdet(factor)[1]
+        drawn = mean + jnp.matmul(factor, noise, precision="highest")
+        log_q = norm.logpdf(noise).sum() - jnp.log(jnp.diagonal(factor)).sum()
         draws = {
             # The density of all sites together is counted once.
             name: Draw(drawn[place], log_q if place.start == 0 else jnp.zeros(()), center[place])
