@@ -169,6 +169,16 @@ def look_at_tile(
         return Look(evidence, scores.sum(0), scores.T @ scores, counting), values
 
 
+class _Climb(NamedTuple):
+    """The way to where a member's posterior is highest: values, curvature, and the last step's length."""
+
+    values: Array
+    directions: Array
+    steepness: Array
+    steps: Array
+    last: Array
+
+
 def _look_at(
     study: Study,
     marginal: Marginal,
@@ -194,21 +204,21 @@ def _look_at(
         """The Newton step."""
         return directions @ (directions.T @ jax.grad(log_density)(values, theta) / steepness)
 
-    def climbing(state: tuple[Array, Array, Array]) -> Array:
-        _, steps, last = state
-        return (steps < MOST_CLIMBED) & (last > NEAR_TOP)
+    def far(state: _Climb) -> Array:
+        return (state.steps < MOST_CLIMBED) & (state.last > NEAR_TOP)
 
-    def climb(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        values, steps, _ = state
-        directions, steepness = curved(values)
-        step = ahead(values, theta, directions, steepness)
-        tried = values + jnp.array((0.0, *LENGTHS))[:, None] * step
+    def climb(state: _Climb) -> _Climb:
+        directions, steepness = curved(state.values)
+        step = ahead(state.values, theta, directions, steepness)
+        tried = state.values + jnp.array((0.0, *LENGTHS))[:, None] * step
         heights = jax.vmap(log_density, (0, None))(tried, theta)
         best = jnp.argmax(jnp.where(jnp.isfinite(heights), heights, -jnp.inf))
-        return tried[best], steps + 1, jnp.sqrt(((directions.T @ step) ** 2 * steepness).sum())
+        last = jnp.sqrt(((directions.T @ step) ** 2 * steepness).sum())
+        return _Climb(tried[best], directions, steepness, state.steps + 1, last)
 
-    top, _, _ = jax.lax.while_loop(climbing, climb, (start, jnp.zeros((), jnp.int32), jnp.full((), jnp.inf)))
-    directions, steepness = curved(top)
+    # The curvature is that of the place before the last step, which was short.
+    nowhere = _Climb(start, jnp.eye(start.size), jnp.ones(start.size), jnp.zeros((), jnp.int32), jnp.full((), jnp.inf))
+    top, directions, steepness, _, _ = jax.lax.while_loop(far, climb, nowhere)
     noise, log_q = _noise(marginal.draws, top.size, jax.random.fold_in(jax.random.fold_in(key, 2**31), index))
 
     def log_weights(theta: Array) -> Float[Array, " draws"]:

@@ -22,7 +22,7 @@ TOGETHER = 2**30
 
 
 class Normal(NamedTuple):
-    """A normal distribution of all unconstrained numbers outside of plates: its mean, and the lower factor of its covariance.
+    """A normal distribution of all unconstrained numbers outside of plates: its mean, and a lower factor of its covariance.
 
     `center` is where flows of other latents, which are shown how far values lie from there, were trained to take it to be.
     """
