@@ -35,8 +35,8 @@ from pavi.template import Kind, Level, Site, Template
 # Newton steps to where a member's posterior is highest: the last is shorter than this, in standard deviations of that
 # posterior, and there are at most so many.
 NEAR_TOP, MOST_CLIMBED = 0.1, 20
-# Lengths of a Newton step that are tried.
-LENGTHS = (1.0, 0.3, 0.05)
+# Lengths of a Newton step that are tried, and the part of a log-density that may be rounding.
+LENGTHS, ROUNDING = (1.0, 0.3, 0.05), 1e-6
 # Directions in which a member's posterior is flatter than this, relative to its steepest, count as this steep.
 FLATTEST = 1e-6
 # Degrees of freedom of members' draws.
@@ -212,6 +212,8 @@ def _look_at(
         step = ahead(state.values, theta, directions, steepness)
         tried = state.values + jnp.array((0.0, *LENGTHS))[:, None] * step
         heights = jax.vmap(log_density, (0, None))(tried, theta)
+        # The whole step is taken unless it leads down by more than rounding.
+        heights = heights.at[1].add(ROUNDING * jnp.abs(heights[1]))
         best = jnp.argmax(jnp.where(jnp.isfinite(heights), heights, -jnp.inf))
         last = jnp.sqrt(((directions.T @ step) ** 2 * steepness).sum())
         return _Climb(tried[best], directions, steepness, state.steps + 1, last)
@@ -222,8 +224,9 @@ def _look_at(
     noise, log_q = _noise(marginal.draws, top.size, jax.random.fold_in(jax.random.fold_in(key, 2**31), index))
 
     def log_weights(theta: Array) -> Float[Array, " draws"]:
-        # One more Newton step: as theta moves, so does the top, at the rate that the implicit function theorem says.
-        moved = top + ahead(top, theta, directions, steepness)
+        # As theta moves, so does the top, at the rate that the implicit function theorem says: that of a Newton step.
+        moving = ahead(top, theta, directions, steepness)
+        moved = top + moving - jax.lax.stop_gradient(moving)
         drawn = moved + noise / jnp.sqrt(steepness) @ directions.T
         return jax.vmap(log_density, (0, None))(drawn, theta) - log_q
 

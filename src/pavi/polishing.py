@@ -229,25 +229,26 @@ def _newton(
     score, squares, times = np.asarray(look.score), np.asarray(look.squares), count / looked_at
     scatter = squares - np.outer(score, score) / looked_at
     whole = information + _shrunk(scatter, blocks, looked_at) * times
+    steepness, directions = np.linalg.eigh(whole)
+    if steepness[0] <= 0:  # the prior need not fall off on all sides
+        whole = directions * np.maximum(np.abs(steepness), LEAST_PART * steepness[-1]) @ directions.T
     height = float(look.evidence) * times + value
     return _Newton(theta, height, score * times + gradient, whole, np.linalg.inv(whole))
 
 
 def _shrunk(scatter: np.ndarray, blocks: list[slice], looked_at: int) -> np.ndarray:
-    """A scatter whose correlations, between the numbers of each two sites, are as much smaller as they look like noise.
+    """A scatter whose correlations are smaller, those of each site's numbers as much as they look like noise.
 
     Of many numbers some will seem to hang together among so few members, and the inverse would be far off along them
     (Schäfer and Strimmer 2005). What is left is too large an inverse on average, which is corrected.
     """
     deviations = np.sqrt(np.maximum(np.diag(scatter), np.finfo(float).tiny))
     found = scatter / np.outer(deviations, deviations)
-    free = 0.0
-    for a in blocks:
-        for b in blocks:
-            apart = ~np.eye(len(found), dtype=bool)[a, b]
-            seen = (found[a, b] ** 2)[apart].sum()
-            noise = ((1 - found[a, b] ** 2) ** 2)[apart].sum() / looked_at
-            kept = max(1 - noise / seen, 0.0) if seen > 0 else 0.0
-            found[a, b] = np.where(apart, kept * found[a, b], found[a, b])
-            free += kept * (a.stop - a.start) * (a == b)
-    return found * np.outer(deviations, deviations) / max(1 - (free + 1) / looked_at, 0.5)
+    kept = np.ones(len(found))  # the square root of what is left of correlations between a site's numbers
+    for block in blocks:
+        apart = found[block, block][~np.eye(block.stop - block.start, dtype=bool)] ** 2
+        if apart.sum() > 0:
+            kept[block] = np.sqrt(max(1 - ((1 - apart) ** 2).sum() / looked_at / apart.sum(), 0.0))
+    found *= np.outer(kept, kept)
+    np.fill_diagonal(found, 1.0)
+    return found * np.outer(deviations, deviations) / max(1 - ((kept**2).sum() + 1) / looked_at, 0.5)
