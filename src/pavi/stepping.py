@@ -293,7 +293,7 @@ def step(
 
         def particle(key: PRNGKeyArray, sign: Array | None) -> Bounds:
             shown = encodings
-            if isinstance(problem.family, Joint):  # whole plates: all members are here
+            if isinstance(problem.family, Joint):
                 shown = problem.family.together(template, inputs.units, shared, encodings, key, training=True)
 
             def bound(inner: Inner | None) -> Array:
@@ -307,19 +307,21 @@ def step(
         return jax.tree.map(lambda each: -each.mean(), found), new_memory
 
     losses, pull_back, new_memory = jax.vjp(loss, state.weights.shared, rows, has_aux=True)
-    value, one, zero = losses.elbo, jnp.ones_like(losses.elbo), jnp.zeros_like(losses.elbo)
-    shared_grad, row_grads = pull_back(Bounds(one, zero))
+    one, better = jnp.ones_like(losses.elbo), jnp.zeros_like(losses.elbo)
     if problem.inner is not None:
-        # The bound with members averaged out is the one to follow, unless points miss where their likelihoods lie. Their own
-        # flows have no part in it and stay with the ELBO.
-        value = jnp.minimum(losses.elbo, losses.averaged)
-        better = (losses.averaged < losses.elbo).astype(value.dtype)
-        outer_shared, outer_rows = pull_back(Bounds(one - better, better))
+        # The bound with members averaged out is the one to follow, unless points miss where their likelihoods lie.
+        both = losses if problem.shards is None else jax.lax.psum(losses, SHARD)
+        better = (both.averaged < both.elbo).astype(better.dtype)
+    value = jnp.where(better > 0, losses.averaged, losses.elbo)
+    shared_grad, row_grads = pull_back(Bounds(one - better, better))
+    if problem.inner is not None:
+        # The members' own flows have no part in it, and stay with the ELBO.
+        inner_shared, inner_rows = pull_back(Bounds(one, jnp.zeros_like(one)))
         for name, part in problem.family.parts(template).items():
-            if not problem.inner.holds(template.site(name)):
-                shared_grad = shared_grad.at[part].set(outer_shared[part])
+            if problem.inner.holds(template.site(name)):
+                shared_grad = shared_grad.at[part].set(inner_shared[part])
         row_grads = {
-            level: grad if set(problem.inner.level) <= set(level) else outer_rows[level] for level, grad in row_grads.items()
+            level: inner_rows[level] if set(problem.inner.level) <= set(level) else grad for level, grad in row_grads.items()
         }
     value, shared_grad, row_grads = _summed(problem, value, shared_grad, row_grads)
     # Zero times a number is zero exactly when the number is finite. Squares must be too: Adam keeps them, and never forgets
