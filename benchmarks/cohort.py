@@ -109,7 +109,8 @@ def timed_polish(fit: pavi.Fit, arguments: argparse.Namespace) -> tuple[pavi.Fit
     started = time.perf_counter()
     sizes = {plate.name: plate.size for plate in fit.template.plates}
     batch = {"subject": sizes["subject"], "vertex": min(arguments.polish_vertices, sizes["vertex"])}
-    polished = fit.polish(arguments.polish, batch=batch, inner_points=arguments.points, progress_bar=False)
+    settings = {"num_draws": arguments.draws, "inner_points": arguments.points, "progress_bar": False}
+    polished = fit.polish(arguments.polish, batch=batch, **settings)
     jax.block_until_ready(polished._weights.shared)
     return polished, time.perf_counter() - started
 
@@ -237,6 +238,7 @@ def main() -> None:
     parser.add_argument("--pull", action="store_true")
     parser.add_argument("--polish", type=int, default=0, help="polish, and train on for so many steps; 0 for no polishing")
     parser.add_argument("--polish-vertices", type=int, help="vertices per such step, of all subjects: 256, or 64 for a part")
+    parser.add_argument("--draws", type=int, default=32, help="draws of vertices' logits in polishing")
     parser.add_argument("--points", type=int, default=1024, help="points that subjects' logits are averaged out over")
     parser.add_argument("--memory", action="store_true")
     arguments = parser.parse_args()

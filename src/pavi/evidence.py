@@ -91,7 +91,7 @@ def marginal_of(template: Template, draws: int, points: int) -> Marginal:
     if why is not None:
         raise SettingError(f"This model cannot be polished: {why}.")
     if draws < 2 or draws & (draws - 1):
-        raise SettingError(f"polish(num_draws={draws}): expected a power of two, such as 32.")
+        raise SettingError(f"polish(num_draws={draws}): expected a power of two, such as 128.")
     return Marginal(level[0], inner_of(template, points) if deeper else None, draws)
 
 
