@@ -13,6 +13,7 @@ from pavi.polishing import Members
 
 AFFINE = pavi.PAVI(flow=pavi.Affine())
 GROUPS, PUPILS = 1000, 20
+ONE_STEP = {"steps": 1, "progress_bar": False}
 NODES, CHANCES = np.polynomial.hermite_e.hermegauss(60)
 LOG_CHANCES = np.log(CHANCES / CHANCES.sum())
 
@@ -188,13 +189,18 @@ def flat():
 
 def test_refusals(fit):
     def refuse(model, shape, match):
-        short = pavi.fit(model, {"x": np.zeros(shape)}, family=AFFINE, steps=1, progress_bar=False)
+        short = pavi.fit(model, {"x": np.zeros(shape)}, family=AFFINE, **ONE_STEP)
         with pytest.raises(pavi.SettingError, match=match):
             short.polish(progress_bar=False)
 
     refuse(crossed, (20, 20), "not independent")
     refuse(few, (8, 3), "8 members for 3 numbers")
     refuse(flat, (30,), "expected a single plate")
+    together = pavi.fit(
+        quiz, {"x": np.zeros((8, 2))}, model_args=(8, 2), family=pavi.baselines.CascadingFlows(2), **ONE_STEP
+    )
+    with pytest.raises(pavi.SettingError, match="CascadingFlows draws members together"):
+        together.polish()
     with pytest.raises(pavi.SettingError, match="num_draws=3"):
         fit.polish(num_draws=3)
     with pytest.raises(pavi.SettingError, match="inner_points=5"):

@@ -21,7 +21,7 @@ from pavi.checkpoint import Keeper, Progress
 from pavi.data import Observations
 from pavi.errors import ModelError, SettingError
 from pavi.evidence import marginal_of
-from pavi.families import Family, Polished, Reading, Units, Weights, outside
+from pavi.families import Family, Joint, Polished, Reading, Units, Weights, outside
 from pavi.polishing import Members, polish
 from pavi.posterior import Posterior, seed_of
 from pavi.reading import check_batch, check_counts, read_study
@@ -238,6 +238,11 @@ class Fit(Posterior):
         base, weights = self._trained
         if isinstance(base, Polished):
             base, weights = base.base, Polished.strip(template, weights)
+        if isinstance(base, Joint):
+            raise SettingError(
+                f"{type(base).__name__} draws members together with what is outside of plates, so a fit with it cannot be "
+                "polished. Use pavi.PAVI()."
+            )
         steps = len(self.history["step"]) if steps is None else steps
         check_counts(steps or None, num_particles, None)
         batch = check_batch(template, self.batch if batch is None else batch, base)
