@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pavi.branch import Branch
-from pavi.cascade import Inner, Pass
+from pavi.cascade import Pass
+from pavi.inner import Inner
 from pavi.template import Kind, Level, Template
 
 

@@ -1,4 +1,4 @@
-"""Compiled passes over a tile of members: draws, their moments, and their scores."""
+"""Compiled passes over a tile of members: draws, their moments and centers, and their scores."""
 
 from __future__ import annotations
 

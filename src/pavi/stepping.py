@@ -23,10 +23,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from pavi import data as observed_data
 from pavi import rows as row_ops
 from pavi.branch import Branch, draw_branch, fixed_branch
-from pavi.cascade import Draw, Inner, Study, cascade, draw_prior
+from pavi.cascade import Draw, Study, cascade, draw_prior
 from pavi.compiling import quick_jit
 from pavi.elbo import reduced_elbo
 from pavi.families import Family, Glimpse, Joint, Units, Weights
+from pavi.inner import Inner
 from pavi.prior import Prior
 from pavi.sources import Stored
 from pavi.template import Level, Site, Template
