@@ -36,6 +36,7 @@ ORDER = [
     "reading",
     "planning",
     "setting",
+    "studying",
     "storage",
     "passes",
     "posterior",

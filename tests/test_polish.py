@@ -71,9 +71,9 @@ def polished(fit):
 
 def test_evidences_and_scores_of_members(fit, x):
     marginal = marginal_of(fit.template, 1024, 1024)
-    members = Members(fit._study, marginal, fit._arguments, fit._observations, np.zeros(2, np.uint32))
+    members = Members(fit._study, marginal, fit._arguments, fit._observations, fit._units, np.zeros(2, np.uint32))
     theta, some = np.array([0.2, -0.3]), np.arange(0, GROUPS, 25)
-    look = members.look(theta, some, lambda index: np.zeros((len(index), 1)))
+    look = members.look(theta, some)
     assert look.evidence == pytest.approx(log_evidences(theta, x[some]).sum(), abs=0.03)
     steps = 1e-3 * np.eye(2)
     slopes = np.array([log_evidences(theta + step, x[some]) - log_evidences(theta - step, x[some]) for step in steps]) / 2e-3
@@ -81,7 +81,7 @@ def test_evidences_and_scores_of_members(fit, x):
     np.testing.assert_allclose(look.squares, slopes @ slopes.T, rtol=0.02, atol=0.05)
     assert look.counting / len(some) > 0.9
     # A second look starts where the first one left the members.
-    again = members.look(theta, some, lambda index: pytest.fail("these members are known"))
+    again = members.look(theta, some)
     np.testing.assert_allclose(again.score, look.score, atol=0.01)
 
 

@@ -30,12 +30,13 @@ from pavi.compiling import quick_jit
 from pavi.elbo import reduced_elbo
 from pavi.errors import LoadError, ModelError, SettingError
 from pavi.families import PAVI, CascadingFlows, Glimpse, Joint, Units, Weights
-from pavi.fitting import refine
+from pavi.fitting import Fit
 from pavi.posterior import Posterior, seed_of
 from pavi.reading import check_batch, read_saved_template, read_study, split_arguments, with_encoder
 from pavi.schedule import Schedule, Stop
 from pavi.setting import Setting
 from pavi.stepping import Inputs, State, default_optimizers, first_state, prior_units
+from pavi.studying import Refinement
 from pavi.template import Template
 from pavi.tracing import read_template
 from pavi.train import report, train
@@ -225,7 +226,8 @@ class Amortized:
             raise SettingError("infer(refine_steps=...): expected a family with encodings. Use pavi.fit for CascadingFlows.")
         chosen, start = reading if free else (family, weights)
         setting = Setting(chosen, None, refine_steps, 8, None, seed_of(rng_key), progress_bar, time.perf_counter())
-        return refine(study, arguments, observations, start, self._units, setting)
+        refinement = Refinement(study, arguments, observations, setting)
+        return Fit(refinement.run(start, self._units, setting.steps, setting.started))
 
     @property
     def _sizes(self) -> dict[str, int]:

@@ -13,7 +13,7 @@ from jaxtyping import PRNGKeyArray
 
 from pavi.data import observe, usual_runs
 from pavi.families import PAVI, Family
-from pavi.fitting import Fit, fit_study
+from pavi.fitting import Fit, Polish, fit_study
 from pavi.planning import Place, device_memory, folder_of, make_plan
 from pavi.posterior import seed_of
 from pavi.reading import check_batch, check_counts, check_points, check_runs, read_model
@@ -36,6 +36,7 @@ def fit(
     optimizer: optax.GradientTransformation | None = None,
     init: Mapping[str, Any] | None = None,
     starts: int | None = None,
+    polish: bool | Mapping[str, Any] = False,
     rng_key: int | PRNGKeyArray = 0,
     progress_bar: bool = True,
     checkpoint: str | os.PathLike | None = None,
@@ -65,6 +66,7 @@ def fit(
         starts: how many starting points to try for some steps, before the best one is trained on. By default one, and four
             for a model with a latent made of several of what is observed (the components of a mixture): see
             `pavi.starting`.
+        polish: whether to polish the fit at its end, or settings to do so with, as in `Fit.polish`: {"steps": 4000}.
         rng_key: an int or a JAX key; the same key gives the same fit.
         progress_bar: show ELBO and steps per second while training.
         checkpoint: a folder to keep the state of training in, written every minute and at the end. The same call again
@@ -94,6 +96,7 @@ def fit(
     study, arguments, supports = read_model(model, data, model_args, model_kwargs)
     template = study.template
     check_counts(steps, num_particles, starts)
+    how = Polish.of(polish)
     family = PAVI() if family is None else family
     inner = check_points(inner_points, template, family)
     batch = check_batch(template, batch, family)
@@ -122,4 +125,4 @@ def fit(
         folder_of(placement),
         inner_points,
     )
-    return fit_study(study, arguments, observations, setting)
+    return fit_study(study, arguments, observations, setting, how)

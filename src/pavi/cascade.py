@@ -10,6 +10,7 @@ slice of a posterior equals the same slice of the whole, and the reduced ELBO ca
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -48,6 +49,8 @@ class Hashable:
         return isinstance(other, Hashable) and self._key() == other._key()
 
 
+# NumPyro has one stack of handlers for all threads, and functions are compiled in several.
+_STACK = threading.RLock()
 # Keys are folded with member indices and with site numbers; this keeps the two apart.
 SITE_TAG = 2**31
 
@@ -285,7 +288,7 @@ def cascade(
 
     def member(encodings: dict, indices: dict, data: dict, number: Int[Array, ""] | int = 0, mixed: bool = False) -> Pass:
         handler = _Cascade(template, sampler, encodings, indices, data, key, predict, inner, number, mixed, sign)
-        with seed(rng_seed=key), handler:
+        with _STACK, seed(rng_seed=key), handler:
             study.run(arrays)
         return handler.found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -47,3 +48,11 @@ class QuickJit:
 def quick_jit(static_argnums: tuple[int, ...]) -> Callable[[Callable], QuickJit]:
     """Decorator for functions whose compilation outlasts their running."""
     return lambda function: QuickJit(function, static_argnums)
+
+
+def in_background(function: Any, *args: Any) -> Future:
+    """Compiles a jitted function for arguments like these, in a thread; later calls then find it compiled."""
+    pool = ThreadPoolExecutor(1)
+    compiling = pool.submit(lambda: function.lower(*args).compile())
+    pool.shutdown(wait=False)
+    return compiling

@@ -28,7 +28,7 @@ def reduced_elbo(
     """
     total, members = jnp.zeros(()), jnp.zeros(())
     for site in template.sites:
-        if site.name not in found.log_p:
+        if site.name not in found.log_p or share(site.level) == 0:
             continue
         if inner is None or not inner.holds(site):
             log_ratio = found.log_p[site.name] - found.log_q.get(site.name, 0.0)
@@ -36,7 +36,7 @@ def reduced_elbo(
         elif site.kind is not Kind.LATENT:
             within = tuple(axis for axis, plate in enumerate(site.level) if plate not in inner.level)
             members = members + found.log_p[site.name].sum(within)
-    if inner is None:
+    if inner is None or share(inner.level) == 0:
         return total
     if members.ndim > len(inner.level):
         members = jax.nn.logsumexp(members, -1) - jnp.log(inner.points)

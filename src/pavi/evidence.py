@@ -28,7 +28,7 @@ from pavi.compiling import quick_jit
 from pavi.elbo import reduced_elbo
 from pavi.errors import SettingError
 from pavi.families import outside
-from pavi.inner import Inner, inner_of, net
+from pavi.inner import Marginal, inner_of, net
 from pavi.prior import Prior
 from pavi.template import Kind, Level, Site, Template
 
@@ -39,23 +39,12 @@ NEAR_TOP, MOST_CLIMBED = 0.1, 20
 LENGTHS, ROUNDING = (1.0, 0.3, 0.05), 1e-6
 # Directions in which a member's posterior is flatter than this, relative to its steepest, count as this steep.
 FLATTEST = 1e-6
-# Degrees of freedom of members' draws.
-TAILS = 10.0
+# Degrees of freedom of members' draws, and between what a member's variance may lie, relative to what the curvature says.
+TAILS, WIDTHS = 10.0, (0.25, 4.0)
 # Members per number outside of plates, at least.
 FEWEST_MEMBERS = 4
 # Most numbers of one member's latents: their curvature is a matrix of as many rows.
 MOST_NUMBERS = 64
-
-
-class Marginal(NamedTuple):
-    """How latents inside plates are averaged out: those of one plate by draws, those further inside over points."""
-
-    plate: str
-    inner: Inner | None
-    draws: int
-
-    def latents(self, template: Template) -> list[Site]:
-        return [site for site in template.latents if site.level == (self.plate,)]
 
 
 def marginal_of(template: Template, draws: int, points: int) -> Marginal:
@@ -140,7 +129,21 @@ class Look(NamedTuple):
     counting: Any
 
     def plus(self, other: Look) -> Look:
-        return Look(*(np.asarray(a, np.float64) + np.asarray(b, np.float64) for a, b in zip(self, other, strict=True)))
+        return Look(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class Found(NamedTuple):
+    """What is found of one member, or with an axis in front, of a tile of members.
+
+    Its log evidence, the gradient of that, which part of the draws counts, where its latents are likeliest, and its
+    posterior (`pavi.families.polished`).
+    """
+
+    evidence: Any
+    score: Any
+    counting: Any
+    top: Any
+    normal: Any
 
 
 @quick_jit(static_argnums=(0, 1))
@@ -154,19 +157,22 @@ def look_at_tile(
     counts: Array,
     data: dict[str, Array],
     seed: Array,
-) -> tuple[Look, Array]:
-    """Looks at a tile of members, their latents first at given values; these are moved to where they are likeliest."""
+) -> tuple[Look, Array, Array]:
+    """Looks at a tile of members, their latents first at given values; where they are likeliest, and their posteriors.
+
+    Evidences are not summed: in all they may have more digits than a number has here.
+    """
     template, key = study.template, jax.random.wrap_key_data(seed)
     levels = {site.name: site.level for site in template.observed}
     axes = {name: levels[name].index(marginal.plate) if marginal.plate in levels[name] else None for name in data}
     looked = jax.vmap(functools.partial(_look_at, study, marginal, arguments, theta, key), in_axes=(0, 0, axes))
     with jax.default_matmul_precision("float32"):
-        evidence, scores, counting, values = looked(values, index, data)
+        found = looked(values, index, data)
         # A member whose evidence is not finite says nothing.
-        usable = counts & jnp.isfinite(evidence) & jnp.isfinite(scores).all(-1)
-        scores = jnp.where(usable[:, None], scores, 0.0)
-        evidence, counting = (jnp.where(usable, each, 0.0).sum() for each in (evidence, counting))
-        return Look(evidence, scores.sum(0), scores.T @ scores, counting), values
+        usable = counts & jnp.isfinite(found.evidence) & jnp.isfinite(found.score).all(-1)
+        scores = jnp.where(usable[:, None], found.score, 0.0)
+        evidence, counting = (jnp.where(usable, each, 0.0) for each in (found.evidence, found.counting))
+        return Look(evidence, scores.sum(0), scores.T @ scores, counting.sum()), found.top, found.normal
 
 
 class _Climb(NamedTuple):
@@ -188,28 +194,23 @@ def _look_at(
     start: Array,
     index: Array,
     data: dict[str, Array],
-) -> tuple[Array, Array, Array, Array]:
-    """One member's log evidence, its gradient, which part of the draws counts, and where its latents are likeliest."""
-
+) -> Found:
     def log_density(values: Array, theta: Array) -> Float[Array, ""]:
         return _log_density(study, marginal, arguments, theta, values, index, data, key)
-
-    def curved(values: Array) -> tuple[Array, Array]:
-        """Directions of the curvature, and how steep the posterior falls along each."""
-        steepness, directions = jnp.linalg.eigh(-jax.hessian(log_density)(values, theta))
-        steepness = jnp.abs(steepness)
-        return directions, jnp.maximum(steepness, FLATTEST * steepness.max())
-
-    def ahead(values: Array, theta: Array, directions: Array, steepness: Array) -> Array:
-        """The Newton step."""
-        return directions @ (directions.T @ jax.grad(log_density)(values, theta) / steepness)
 
     def far(state: _Climb) -> Array:
         return (state.steps < MOST_CLIMBED) & (state.last > NEAR_TOP)
 
     def climb(state: _Climb) -> _Climb:
-        directions, steepness = curved(state.values)
-        step = ahead(state.values, theta, directions, steepness)
+        def slope(values: Array) -> tuple[Array, Array]:
+            found = jax.grad(log_density)(values, theta)
+            return found, found
+
+        curvature, gradient = jax.jacfwd(slope, has_aux=True)(state.values)
+        steepness, directions = jnp.linalg.eigh(-curvature)
+        steepness = jnp.abs(steepness)
+        steepness = jnp.maximum(steepness, FLATTEST * steepness.max())
+        step = directions @ (directions.T @ gradient / steepness)
         tried = state.values + jnp.array((0.0, *LENGTHS))[:, None] * step
         heights = jax.vmap(log_density, (0, None))(tried, theta)
         # The whole step is taken unless it leads down by more than rounding.
@@ -222,22 +223,24 @@ def _look_at(
     nowhere = _Climb(start, jnp.eye(start.size), jnp.ones(start.size), jnp.zeros((), jnp.int32), jnp.full((), jnp.inf))
     top, directions, steepness, _, _ = jax.lax.while_loop(far, climb, nowhere)
     noise, log_q = _noise(marginal.draws, top.size, jax.random.fold_in(jax.random.fold_in(key, 2**31), index))
+    offsets = noise / jnp.sqrt(steepness) @ directions.T
 
-    def log_weights(theta: Array) -> Float[Array, " draws"]:
-        # As theta moves, so does the top, at the rate that the implicit function theorem says: that of a Newton step.
-        moving = ahead(top, theta, directions, steepness)
-        moved = top + moving - jax.lax.stop_gradient(moving)
-        drawn = moved + noise / jnp.sqrt(steepness) @ directions.T
-        return jax.vmap(log_density, (0, None))(drawn, theta) - log_q
+    def evidence(top: Array, theta: Array) -> tuple[Array, Array]:
+        terms = jax.vmap(log_density, (0, None))(top + offsets, theta) - log_q
+        return jax.nn.logsumexp(terms) - jnp.log(marginal.draws) - 0.5 * jnp.log(steepness).sum(), terms
 
-    def evidence(theta: Array) -> tuple[Array, Array]:
-        terms = log_weights(theta)
-        whole = jax.nn.logsumexp(terms)
-        counting = jnp.exp(2 * whole - jax.nn.logsumexp(2 * terms)) / marginal.draws
-        return whole - jnp.log(marginal.draws) - 0.5 * jnp.log(steepness).sum(), counting
-
-    (found, counting), score = jax.value_and_grad(evidence, has_aux=True)(theta)
-    return found, score, counting, top
+    (found, terms), (by_top, by_theta) = jax.value_and_grad(evidence, (0, 1), has_aux=True)(top, theta)
+    # As theta moves, so does the top, at the rate that the implicit function theorem says.
+    mixed = jax.jacfwd(jax.grad(log_density, 1))(top, theta)
+    slopes = directions @ ((mixed @ directions).T / steepness[:, None])
+    weights = jax.nn.softmax(terms)
+    middle = weights @ offsets
+    # The curvature at the top says which way the posterior is long, the draws how wide it is in all.
+    width = (weights @ ((offsets - middle) @ directions) ** 2 * steepness).mean()
+    factor = jnp.linalg.cholesky(directions * (jnp.clip(width, *WIDTHS) / steepness) @ directions.T)
+    normal = jnp.concatenate([top + middle, factor.reshape(-1), slopes.reshape(-1)])
+    counting = 1 / (weights**2).sum() / marginal.draws
+    return Found(found, by_theta + by_top @ slopes, counting, top, normal)
 
 
 def _noise(draws: int, size: int, key: PRNGKeyArray) -> tuple[Float[Array, "draw size"], Float[Array, " draw"]]:
@@ -265,10 +268,15 @@ def look_outside(
     study: Study, marginal: Marginal, arguments: Any, theta: Array, data: dict[str, Array], seed: Array
 ) -> tuple[Array, Array, Array]:
     """The log prior outside of plates, and of data there are outside of plates; its gradient and curvature."""
-    size = sum(site.size for site in marginal.latents(study.template))
+    values = jnp.zeros(marginal.size(study.template))
 
     def log_density(theta: Array) -> Array:
         index, key = jnp.zeros((), jnp.int32), jax.random.wrap_key_data(seed)
-        return _log_density(study, marginal, arguments, theta, jnp.zeros(size), index, data, key, everywhere=True)
+        return _log_density(study, marginal, arguments, theta, values, index, data, key, everywhere=True)
 
-    return log_density(theta), jax.grad(log_density)(theta), jax.hessian(log_density)(theta)
+    def slope(theta: Array) -> tuple[Array, tuple[Array, Array]]:
+        value, found = jax.value_and_grad(log_density)(theta)
+        return found, (value, found)
+
+    curvature, (value, gradient) = jax.jacfwd(slope, has_aux=True)(theta)
+    return value, gradient, curvature

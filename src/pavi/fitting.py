@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import xarray as xr
 from jaxtyping import PRNGKeyArray
 
 from pavi import storage
 from pavi.cascade import Study
-from pavi.checkpoint import Keeper, Progress
 from pavi.data import Observations
 from pavi.errors import ModelError, SettingError
 from pavi.evidence import marginal_of
@@ -25,15 +21,11 @@ from pavi.families import Family, Joint, Polished, Reading, Units, Weights, outs
 from pavi.polishing import Members, polish
 from pavi.posterior import Posterior, seed_of
 from pavi.reading import check_batch, check_counts, read_study
-from pavi.schedule import Schedule, Stop
-from pavi.setting import Setting, identity_of, problem_of, runner_of
-from pavi.sharding import gathered
-from pavi.stepping import Inputs, Problem, State, default_optimizers, place
-from pavi.streaming import runner
-from pavi.train import Trained, best_start, history_of, informed, prepare, report, started_units, train
+from pavi.schedule import Stop
+from pavi.setting import Setting
+from pavi.stepping import Inputs, State
+from pavi.studying import Outcome, Refinement, train_study
 
-# Fractions of the learning rate that are tried, one after the other, while steps fail.
-PACES = (1.0, 0.5, 0.125)
 # An update sees this many times the members per step that the fit saw.
 UPDATE_BATCH = 4
 
@@ -48,20 +40,11 @@ class Fit(Posterior):
         skipped: steps whose gradient was not finite.
     """
 
-    def __init__(
-        self,
-        *parts: Any,
-        trained: Reading,
-        stop: Stop,
-        history: Mapping[str, np.ndarray],
-        batch: Mapping[str, int],
-        skipped: int = 0,
-    ):
-        """`parts` are those of a posterior, but for its family and weights, which follow from what was `trained`."""
-        study, units, arguments, observations = parts
+    def __init__(self, outcome: Outcome):
+        study, units, arguments, observations, trained, stop, history, batch, skipped = outcome
         reading = trained.family.settle(study, arguments, observations.everything, units, trained.weights)
         super().__init__(study, *reading, units, arguments, observations)
-        self._trained = trained
+        self._trained, self._outcome = trained, outcome
         self.stop, self.history, self.batch, self.skipped = stop, dict(history), dict(batch), skipped
 
     @property
@@ -172,26 +155,29 @@ class Fit(Posterior):
             for name, size in sizes.items()
         }
         weights = family.extend(self._trained.weights, kept, study.template, observations.everything)
-        searched = steps is not None or bool(weights.rows)
-        if not searched:
+        if isinstance(family, Polished):
+            weights = self._follow(family, study, arguments, observations, weights)
+        if steps is None and not weights.rows:
             trained = Reading(family, weights)
-            return Fit(
-                study,
-                self._units,
-                arguments,
-                observations,
-                trained=trained,
-                stop=self.stop,
-                history=self.history,
-                batch=self.batch,
-                skipped=self.skipped,
-            )
+            return Fit(self._outcome._replace(study=study, arguments=arguments, observations=observations, trained=trained))
         steps = max(len(self.history["step"]) // 10, 50) if steps is None else steps
         # There are few steps, so each sees more members.
         batch = {plate: min(UPDATE_BATCH * count, sizes[plate]) for plate, count in self.batch.items()}
         hosted = any(isinstance(rows, np.ndarray) for rows in self._trained.weights.rows.values())
         setting = Setting(family, batch, steps, 8, None, seed_of(rng_key), progress_bar, started, rows_on_host=hosted)
-        return refine(study, arguments, observations, weights, self._units, setting, frozen=bool(weights.rows))
+        refinement = Refinement(study, arguments, observations, setting, frozen=bool(weights.rows))
+        return Fit(refinement.run(weights, self._units, steps, started))
+
+    def _follow(
+        self, family: Polished, study: Study, arguments: Any, observations: Observations, weights: Weights
+    ) -> Weights:
+        """Weights with posteriors of members for the study as it is now, given what is outside of plates as it was."""
+        normal = family.normal(study.template, weights)
+        mean = np.asarray(normal.mean)
+        members = Members(study, family.marginal, arguments, observations, self._units, seed_of(0))
+        members.look(mean, np.arange(members.count))
+        found = members.posteriors(np.zeros_like(mean))
+        return family.add(family.strip(study.template, weights), normal._replace(members=found))
 
     def polish(
         self,
@@ -204,14 +190,17 @@ class Fit(Posterior):
         rng_key: int | PRNGKeyArray = 0,
         progress_bar: bool = True,
     ) -> Fit:
-        """A fit whose latents outside of plates have the posterior that the evidence gives them, not a bound of it.
+        """A fit whose latents have the posterior that the evidence gives them, not a bound of it.
 
         For studies with many members: what flows cannot express of a member's posterior adds up over members, and biases
-        spreads. Here members' latents are averaged out instead (see `pavi.polishing`), and then trained on with the latents
-        outside drawn from the posterior found. Members of the outermost plate must be independent given these.
+        spreads. Here members' latents are averaged out instead (see `pavi.polishing`). Latents outside of plates and those
+        of the outermost plate then have normal posteriors; those further inside, if any, are trained on with these held.
+        Members of the outermost plate must be independent given what is outside of plates.
+
+        `pavi.fit(..., polish=True)` does the same at the end of a fit, and compiles what it needs while the fit trains.
 
         Args:
-            steps: training steps of the latents inside plates, afterwards; by default as many as this fit took.
+            steps: training steps of the latents inside the outermost plate, afterwards; by default as many as this fit took.
             batch: members per such step, by plate; by default as in this fit.
             num_particles: Monte Carlo samples per such step.
             num_draws: draws of each member's latents, a power of two. Their noise moves the result by a part of its standard
@@ -233,45 +222,81 @@ class Fit(Posterior):
             >>> bool(abs(tau[0] - 0.8) < 3 * tau[1])
             True
         """
-        started, template = time.perf_counter(), self.template
-        marginal = marginal_of(template, num_draws, inner_points)
-        base, weights = self._trained
-        if isinstance(base, Polished):
-            base, weights = base.base, Polished.strip(template, weights)
+        how = Polish(steps, batch, num_particles, num_draws, inner_points)
+        started = time.perf_counter()
+        rows = self._trained.weights.rows.values()
+        hosted = any(isinstance(each, np.ndarray) for each in rows)
+        setting = Setting(self.family, self.batch, None, num_particles, None, seed_of(rng_key), progress_bar, started)
+        parts = self._study, self._arguments, self._observations, self._units
+        return Polisher(*parts, setting._replace(rows_on_host=hosted), how).run(self, started)
+
+
+class Polish(NamedTuple):
+    """How to polish: what `Fit.polish` was told."""
+
+    steps: int | None = None
+    batch: Mapping[str, int] | None = None
+    num_particles: int = 2
+    num_draws: int = 128
+    inner_points: int = 1024
+
+    @classmethod
+    def of(cls, told: bool | Mapping[str, Any]) -> Polish | None:
+        """What `fit` was told of polishing."""
+        settings = dict(told) if isinstance(told, Mapping) else {}
+        unknown = sorted(set(settings) - set(cls._fields))
+        if unknown:
+            raise SettingError(f"polish={unknown}: unknown settings. `Fit.polish` has {list(cls._fields)}.")
+        return cls(**settings) if told or isinstance(told, Mapping) else None
+
+
+class Polisher:
+    """Polishes fits of one study. What this needs is compiled in the background from the moment it is made.
+
+    Args:
+        setting: of the fit to be polished.
+    """
+
+    def __init__(
+        self, study: Study, arguments: Any, observations: Observations, units: Units, setting: Setting, how: Polish
+    ) -> None:
+        template, base = study.template, setting.family
+        base = base.base if isinstance(base, Polished) else base
+        marginal = marginal_of(template, how.num_draws, how.inner_points)
         if isinstance(base, Joint):
             raise SettingError(
                 f"{type(base).__name__} draws members together with what is outside of plates, so a fit with it cannot be "
                 "polished. Use pavi.PAVI()."
             )
-        steps = len(self.history["step"]) if steps is None else steps
-        check_counts(steps or None, num_particles, None)
-        batch = check_batch(template, self.batch if batch is None else batch, base)
-        first = {plate.name: np.zeros(1, np.int64) for plate in template.plates}
-        spreads = self._units.prior_spread or self._units.spread
-        center = self._centers(tuple(outside(template)), first)
-        spread = np.concatenate([np.ravel(spreads[name]) for name in outside(template)])
-        own = tuple(site.name for site in marginal.latents(template))
+        check_counts(how.steps or None, how.num_particles, None)
+        batch = check_batch(template, setting.batch if how.batch is None else how.batch, base)
+        self.how, self.family, self.progress_bar = how, Polished(base, marginal), setting.progress_bar
+        self.members = Members(study, marginal, arguments, observations, units, setting.seed)
+        self.refinement: Refinement | None = None
+        if marginal.inner is not None and how.steps != 0:
+            setting = setting._replace(
+                family=self.family, batch=batch, steps=how.steps, num_particles=how.num_particles, inner_points=0
+            )
+            self.refinement = Refinement(study, arguments, observations, setting)
+            self.refinement.compile(units)
 
-        def start(index: np.ndarray) -> np.ndarray:
-            return self._centers(own, {**first, marginal.plate: index})
-
-        members = Members(self._study, marginal, self._arguments, self._observations, seed_of(rng_key))
-        normal = polish(members, center, spread, start, progress_bar)
-        family = Polished(base)
-        if not steps:
-            trained = Reading(family, Polished.add(weights, normal._replace(center=center)))
-            parts = self._study, self._units, self._arguments, self._observations
-            return Fit(*parts, trained=trained, stop=self.stop, history=self.history, batch=self.batch, skipped=self.skipped)
-        hosted = any(isinstance(rows, np.ndarray) for rows in weights.rows.values())
-        setting = Setting(family, batch, steps, num_particles, None, seed_of(rng_key), progress_bar, started)
-        setting = setting._replace(rows_on_host=hosted, inner_points=0 if marginal.inner is None else inner_points)
-        weights = Polished.add(weights, normal)
-        fit = refine(self._study, self._arguments, self._observations, weights, self._units, setting)
-        fit.history = {
-            name: np.concatenate([self.history[name], self.history[name][-1] * (name != "elbo") + new])
-            for name, new in fit.history.items()
+    def run(self, fit: Fit, started: float) -> Fit:
+        """A polished fit. `started` is when its own seconds begin."""
+        template, weights, units = fit.template, fit._trained.weights, fit._units
+        if isinstance(fit.family, Polished):
+            weights = fit.family.strip(template, weights)
+        center = fit._centers(tuple(outside(template)), {plate.name: np.zeros(1, np.int64) for plate in template.plates})
+        normal = polish(self.members, center, units, self.progress_bar)
+        weights = self.family.add(weights, normal)
+        if self.refinement is None:
+            return Fit(fit._outcome._replace(trained=Reading(self.family, weights)))
+        steps = len(fit.history["step"]) if self.how.steps is None else self.how.steps
+        outcome = self.refinement.run(weights, units, steps, started)
+        history = {
+            name: np.concatenate([fit.history[name], fit.history[name][-1] * (name != "elbo") + new])
+            for name, new in outcome.history.items()
         }
-        return fit
+        return Fit(outcome._replace(history=history))
 
 
 def _matched(old: Observations, new: Observations, plate: str, old_size: int, size: int) -> np.ndarray:
@@ -283,108 +308,16 @@ def _matched(old: Observations, new: Observations, plate: str, old_size: int, si
     return np.where(index < old_size, index, -1)
 
 
-def fit_study(study: Study, arguments: Any, observations: Observations, setting: Setting) -> Fit:
-    """Trains from scratch on a study that has been read; again and slower where too many steps were not finite."""
-    family, optimizer = setting.family, setting.optimizer
-    optimizers = default_optimizers(family.row_rate) if optimizer is None else (optimizer, optimizer)
-    for pace in PACES:
-        problem, schedule = problem_of(study, setting, optimizers, pace == PACES[0], pace)
-        inputs, state = prepare(problem, arguments, observations, setting.seed, schedule.short)
-        run = runner_of(problem, observations, schedule)
-        keeper = (
-            None if setting.checkpoint is None else Keeper(setting.checkpoint, identity_of(problem, setting, observations))
-        )
-        progress = None if keeper is None else keeper.read(inputs, state, schedule)
-        if progress is not None and progress.stop is not None and progress.stop is not Stop.INTERRUPTED:
-            trained = Trained(progress.state, history_of(progress.elbos, progress.seconds), progress.stop)
-            return _finish(problem, progress.inputs, observations, trained)
-        if progress is not None:
-            inputs, state = progress.inputs, progress.state
-        else:
-            inputs = inputs._replace(units=started_units(problem, inputs, inputs.data, setting.seed, setting.values))
-            if setting.starts > 1:
-                inputs, state = best_start(
-                    problem,
-                    inputs,
-                    state,
-                    observations,
-                    setting.seed,
-                    setting.starts,
-                    schedule,
-                    setting.values,
-                    setting.progress_bar,
-                    run,
-                )
-                schedule.early = False  # that was in the trial
-            else:
-                state = informed(problem, inputs, state, observations)
-        trained = _train(problem, inputs, state, schedule, setting, keeper, progress, run)
-        if trained.stop is not Stop.NON_FINITE:
-            break
-    report(trained)
-    return _finish(problem, inputs, observations, trained)
+def fit_study(study: Study, arguments: Any, observations: Observations, setting: Setting, how: Polish | None = None) -> Fit:
+    """A fit of a study that has been read, polished if told how: what that needs is compiled while the fit trains."""
+    polishers: list[Polisher] = []
 
+    def prepared(inputs: Inputs, state: State) -> None:
+        del state
+        if how is not None:
+            polishers.append(Polisher(study, arguments, observations, inputs.units, setting, how))
 
-def _train(
-    problem: Problem,
-    inputs: Inputs,
-    state: State,
-    schedule: Schedule,
-    setting: Setting,
-    keeper: Keeper | None,
-    progress: Progress | None,
-    run: Callable[..., tuple[State, Any]],
-) -> Trained:
-    """Trains, from where a checkpoint stands if there is one, writing checkpoints if there is a keeper."""
-    before = None if progress is None else (progress.elbos, progress.seconds)
-    started = setting.started if progress is None else time.perf_counter() - progress.seconds[-1]
-
-    def write(state: State, elbos: list[np.ndarray], seconds: list[np.ndarray], stop: Stop | None) -> None:
-        if keeper is not None and stop is not Stop.NON_FINITE:
-            keeper.write(inputs, state, elbos, seconds, schedule, stop)
-
-    return train(problem, inputs, state, schedule, started, setting.progress_bar, before, write, run)
-
-
-def refine(
-    study: Study,
-    arguments: Any,
-    observations: Observations,
-    weights: Weights,
-    units: Units,
-    setting: Setting,
-    frozen: bool = False,
-) -> Fit:
-    """Trains on from given weights; with `frozen`, only the rows."""
-    optimizer, row_optimizer = default_optimizers(setting.family.row_rate)
-    optimizers = (optax.set_to_zero() if frozen else optimizer, row_optimizer)
-    problem, schedule = problem_of(study, setting, optimizers, early=False, pace=1.0)
-    paces = np.ones(weights.shared.shape, weights.shared.dtype)
-    row_paces = dict.fromkeys(weights.rows, np.float32(1.0))
-    inputs = Inputs(arguments, observations.arrays, units, paces, row_paces)
-    rng = np.random.default_rng(setting.seed)
-    memory: Mapping[Any, Any] = {}
-    if setting.family.shapes(study.template, problem.whole).memory:
-        memory = setting.family.init(study.template, rng, observations.everything, problem.whole).memory
-    copied = jax.tree.map(np.array if problem.hosted else jnp.array, weights._replace(memory=memory))
-    state = place(problem, copied, setting.seed)
-    run = runner(problem, observations.stored, schedule.short)
-    trained = train(problem, inputs, state, schedule, setting.started, setting.progress_bar, run=run)
-    report(trained)
-    return _finish(problem, inputs, observations, trained)
-
-
-def _finish(problem: Problem, inputs: Inputs, observations: Observations, trained: Trained) -> Fit:
-    state = trained.state if problem.shards is None else gathered(trained.state)
-    reading = Reading(problem.family, state.weights)
-    return Fit(
-        problem.study,
-        inputs.units,
-        inputs.arguments,
-        observations,
-        trained=reading,
-        stop=trained.stop,
-        history=trained.history,
-        batch=dict(problem.batch),
-        skipped=int(state.skipped),
-    )
+    fit = Fit(train_study(study, arguments, observations, setting, prepared))
+    if not polishers or fit.stop is Stop.INTERRUPTED:
+        return fit
+    return polishers[0].run(fit, time.perf_counter())

@@ -1,4 +1,4 @@
-"""The innermost level of a model, and the points of its prior that it is averaged out over."""
+"""How latents inside plates are averaged out: the innermost ones over points of their prior, those of a plate by draws."""
 
 from __future__ import annotations
 
@@ -58,6 +58,22 @@ class Inner(NamedTuple):
             if self.holds(site)
         )
         return {self.level: self.points * (latents + inside)}
+
+
+class Marginal(NamedTuple):
+    """How latents inside plates are averaged out: those of one plate by draws, those further inside over points."""
+
+    plate: str
+    inner: Inner | None
+    draws: int
+
+    def latents(self, template: Template) -> list[Site]:
+        """The latents of the plate alone, which are averaged out by draws."""
+        return [site for site in template.latents if site.level == (self.plate,)]
+
+    def size(self, template: Template) -> int:
+        """Numbers of one member's latents."""
+        return sum(site.size for site in self.latents(template))
 
 
 @functools.lru_cache(maxsize=16)

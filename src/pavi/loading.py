@@ -18,6 +18,7 @@ from pavi.families import Reading, Units
 from pavi.fitting import Fit
 from pavi.reading import read_saved_template, split_arguments
 from pavi.schedule import Stop
+from pavi.studying import Outcome
 
 
 def load(path: str | os.PathLike, model: Callable) -> Fit | Amortized:
@@ -44,14 +45,6 @@ def _load_fit(path: str | os.PathLike, saved: Any, model: Callable) -> Fit:
     static, arguments = split_arguments(args, kwargs)
     study, units = Study(model, template, static), Units(*saved["units"])
     trained = Reading(saved["family"], jax.tree.map(jnp.asarray, saved["weights"]))
-    return Fit(
-        study,
-        units,
-        arguments,
-        Observations(arrays, observations.coords, observations.event_dims),
-        trained=trained,
-        stop=Stop[saved["stop"]],
-        history=saved["history"],
-        batch=saved["batch"],
-        skipped=saved["skipped"],
-    )
+    observations = Observations(arrays, observations.coords, observations.event_dims)
+    stop, history, batch, skipped = Stop[saved["stop"]], saved["history"], saved["batch"], saved["skipped"]
+    return Fit(Outcome(study, units, arguments, observations, trained, stop, history, batch, skipped))

@@ -1,114 +1,142 @@
-"""Polishing: the posterior of latents outside of plates, with those inside averaged out member by member.
+"""Polishing: posteriors that follow the evidence, with latents inside plates averaged out member by member.
 
 Training follows a bound. It falls short of the evidence by what flows cannot express, member by member, and where single
 members say little of a spread, that is more than the data say. Here the evidence itself is followed (`pavi.evidence`).
 
 The gradients of the members' log evidences, their *scores*, add up to that of the whole, and the scatter of scores is
-the information they carry (Berndt, Hall, Hall and Hausman 1974). Newton steps with both lead to the posterior's mode. With
-many members the posterior is normal, and its covariance the inverse of that information and the prior's.
+the information they carry (Berndt, Hall, Hall and Hausman 1974). Newton steps with both lead to the posterior's mode, first
+on a few of the members, then on more, at last on all. With many members the posterior is normal, and its covariance the
+inverse of that information and the prior's. Members' own posteriors are normal as well, around what their draws have for a
+mean, which moves with the latents outside of plates.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float
 from tqdm.auto import tqdm
 
 from pavi import data as observed_data
 from pavi.branch import fixed_branch
 from pavi.cascade import Study
+from pavi.compiling import in_background
 from pavi.data import Observations
-from pavi.evidence import Look, Marginal, look_at_tile, look_outside
-from pavi.families import Normal, outside
+from pavi.evidence import Look, look_at_tile, look_outside
+from pavi.families import Normal, Units, outside
+from pavi.inner import Marginal
 from pavi.planning import device_memory
 from pavi.template import Kind, Level
 from pavi.tiles import one_ahead, tile_budget
 
-# So many members per number outside of plates, or this many in all, are looked at until a step is small.
-FIRST_MEMBERS, FIRST_IN_ALL = 10, 1000
-# In standard deviations of the posterior: the last step is shorter than this, and the last before all members are looked at.
+# So many members per number outside of plates, or this many in all, are looked at first; then this many times more.
+FIRST_MEMBERS, FIRST_IN_ALL, MORE_MEMBERS = 10, 1000, 4
+# In standard deviations of the posterior: the last step is shorter than this, and the last on some of the members.
 SETTLED, NEAR = 0.25, 1.0
 # Prior standard deviations that a number moves at most in one step. A step after which the log posterior is lower by this
-# many nats, and this part of it, which may be rounding, is taken back by half.
-LONGEST_STEP, LARGEST_FALL, LEAST_PART = 10.0, 5.0, 1e-7
-MOST_ROUNDS = 20
+# many nats, and so many times the rounding of the members' evidences, is taken back and shortened, this often at most.
+LONGEST_STEP, LARGEST_FALL, ROUNDINGS, SHORTENED, MOST_SHORTENED = 10.0, 5.0, 4.0, 0.3, 6
+# Information in a direction is at least this part of that in the direction of most.
+LEAST_PART = 1e-7
+MOST_ROUNDS = 30
 # Times that a step is shortened at most where the last one turned out too long.
 MOST_STEEPER = 4.0
 # Draws that count, of those made, below which a member's posterior is too far from what they are drawn from.
 FEWEST_COUNTING = 0.3
 # Numbers that are held for each number of a draw.
-LAYERS = 6
+LAYERS = 4
 # Numbers that a tile may hold on a CPU; on an accelerator at most so many, and at most this part of its free memory.
 CPU_BUDGET, LARGEST_BUDGET, FREE_PART = 2**24, 2**31, 0.25
 
 
 class Members:
-    """The members of the plate, in tiles of one size, with where their latents are likeliest as far as is known."""
+    """The members of the plate, in tiles of one size, with where their latents are likeliest as far as is known.
 
-    def __init__(self, study: Study, marginal: Marginal, arguments: Any, observations: Observations, seed: np.ndarray):
+    What looks at them is compiled in the background.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        marginal: Marginal,
+        arguments: Any,
+        observations: Observations,
+        units: Units,
+        seed: np.ndarray,
+    ):
         self.study, self.marginal, self.arguments = study, marginal, arguments
         self.observations, self.seed = observations, seed
-        template = study.template
+        template, dtype = study.template, jnp.result_type(float)
         self.count = template.plate(marginal.plate).size
-        self.values = np.zeros((self.count, sum(site.size for site in marginal.latents(template))), jnp.result_type(float))
-        self.known = np.zeros(self.count, bool)
+        start = [np.ravel(units.center[site.name]) for site in marginal.latents(template)]
+        self.values = np.tile(np.concatenate(start).astype(dtype), (self.count, 1))
         self.tile = int(np.clip(_budget() // self._numbers(), 1, self.count))
+        self.normals: list[Array] = []
+        theta = jax.ShapeDtypeStruct((sum(site.size for site in template.latents if not site.level),), dtype)
+        everyone = np.zeros(self.tile, np.int64)
+        inside = (theta, self.values[everyone], everyone.astype(np.int32), everyone > 0, self._data(everyone), seed)
+        self._ready = [
+            in_background(look_at_tile, study, marginal, arguments, *inside),
+            in_background(look_outside, study, marginal, arguments, theta, self._data_of_first(), seed),
+        ]
 
     def _numbers(self) -> int:
         """Numbers that are held while one member is looked at, about."""
         template, (plate, inner, draws) = self.study.template, self.marginal
-        work = {} if inner is None else inner.work(template)
-        held = sum(math.prod(template.sizes(_without(level, plate))) * each for level, each in work.items())
+        held = self.marginal.size(template)
+        for level, each in ({} if inner is None else inner.work(template)).items():
+            held += math.prod(template.sizes(_without(level, plate))) * each
+        mixed = None if inner is None else inner.mixing(template)
+        data = 0
         for site in template.sites:
-            if plate in site.level and site.kind is not Kind.DETERMINISTIC:
-                held += math.prod(template.sizes(_without(site.level, plate))) * max(site.size, 1)
-        data = sum(
-            math.prod(template.sizes(_without(site.level, plate))) * math.prod(site.member_shape)
-            for site in template.observed
-        )
+            if plate not in site.level or site.kind is Kind.DETERMINISTIC:
+                continue
+            numbers = math.prod(site.member_shape)
+            members = math.prod(template.sizes(_without(site.level, plate)))
+            if site.kind is Kind.OBSERVED:
+                data += members * numbers
+            if site == mixed and inner is not None:  # the chances of its values or components, as many as have logits
+                numbers = 2 * sum(each.size for each in template.latents if inner.holds(each))
+            held += members * max(numbers, 1)
         return data + LAYERS * draws * held
 
-    def look(
-        self, theta: np.ndarray, members: np.ndarray, start: Callable[[np.ndarray], np.ndarray], bar: tqdm | None = None
-    ) -> Look:
-        """Looks at some members; `start` says where the latents of those that are seen for the first time begin."""
-        total = None
-        for chosen, look, values in one_ahead(self._tiles(theta, members, start)):
+    def look(self, theta: np.ndarray, members: np.ndarray, bar: tqdm | None = None) -> Look:
+        """Looks at some members; if at all, keeps their posteriors."""
+        total, normals = None, []
+        for chosen, look, values, normal in one_ahead(self._tiles(theta, members)):
             self.values[chosen] = np.asarray(values)[: len(chosen)]
-            self.known[chosen] = True
+            look = Look(*(np.asarray(each, np.float64) for each in look))
+            look = look._replace(evidence=look.evidence.sum())
             total = look if total is None else total.plus(look)
+            if len(members) == self.count:
+                normals.append(normal[: len(chosen)])
             if bar is not None:
                 bar.update(len(chosen))
         assert total is not None
+        self.normals = normals
         return total
 
-    def _tiles(
-        self, theta: np.ndarray, members: np.ndarray, start: Callable[[np.ndarray], np.ndarray]
-    ) -> Iterator[tuple[np.ndarray, Look, Array]]:
+    def _tiles(self, theta: np.ndarray, members: np.ndarray) -> Iterator[tuple[np.ndarray, Look, Array, Array]]:
+        self._ready[0].result()
+        place = jnp.asarray(theta, self.values.dtype)
         for first in range(0, len(members), self.tile):
             chosen = members[first : first + self.tile]
             index = np.pad(chosen, (0, self.tile - len(chosen)), mode="edge")
-            if not self.known[index].all():
-                self.values[index] = np.where(self.known[index, None], self.values[index], start(index))
-            look, values = look_at_tile(
-                self.study,
-                self.marginal,
-                self.arguments,
-                jnp.asarray(theta, self.values.dtype),
-                self.values[index],
-                index.astype(np.int32),
-                np.arange(self.tile) < len(chosen),
-                self._data(index),
-                self.seed,
-            )
-            yield chosen, look, values
+            counts = np.arange(self.tile) < len(chosen)
+            shown = self.values[index], index.astype(np.int32), counts, self._data(index), self.seed
+            yield chosen, *look_at_tile(self.study, self.marginal, self.arguments, place, *shown)
+
+    def posteriors(self, moved: np.ndarray) -> Array:
+        """Posteriors of all members, found in the last look, once what is outside of plates has moved on a little."""
+        size = self.values.shape[1]
+        return _moved(jnp.concatenate(self.normals), jnp.asarray(moved, self.values.dtype), size)
 
     def _data(self, index: np.ndarray) -> dict[str, Any]:
         template = self.study.template
@@ -118,19 +146,28 @@ class Members:
         stored = observed_data.stored_at(template, self.observations.stored, indices)
         return {**observed_data.at_branch(template, self.observations.arrays, branch, whole), **stored}
 
+    def _data_of_first(self) -> dict[str, Any]:
+        """The data of the first member, without the axis of its plate."""
+        plate = self.marginal.plate
+        levels = {site.name: site.level for site in self.study.template.observed}
+        return {
+            name: jnp.take(each, 0, levels[name].index(plate)) if plate in levels[name] else each
+            for name, each in self._data(np.zeros(1, np.int64)).items()
+        }
+
     def outside(self, theta: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         """What is outside of plates: its log-density, the gradient, and the information."""
-        data = self._data(np.zeros(1, np.int64))
-        levels = {site.name: site.level for site in self.study.template.observed}
-        one = {
-            name: jnp.take(each, 0, levels[name].index(self.marginal.plate)) if self.marginal.plate in levels[name] else each
-            for name, each in data.items()
-        }
-        found = look_outside(
-            self.study, self.marginal, self.arguments, jnp.asarray(theta, self.values.dtype), one, self.seed
-        )
+        self._ready[1].result()
+        place = jnp.asarray(theta, self.values.dtype)
+        found = look_outside(self.study, self.marginal, self.arguments, place, self._data_of_first(), self.seed)
         value, gradient, curvature = (np.asarray(each, np.float64) for each in found)
         return float(value), gradient, -curvature
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _moved(normals: Float[Array, "member numbers"], moved: Float[Array, " size"], size: int) -> Array:
+    slopes = normals[:, size * (1 + size) :].reshape(len(normals), size, -1)
+    return normals.at[:, :size].add(jnp.matmul(slopes, moved, precision="highest"))
 
 
 def _budget() -> int:
@@ -146,69 +183,131 @@ def _without(level: Level, plate: str) -> Level:
     return tuple(each for each in level if each != plate)
 
 
-def polish(
-    members: Members,
-    theta: np.ndarray,
-    spread: np.ndarray,
-    start: Callable[[np.ndarray], np.ndarray],
-    progress_bar: bool,
-) -> Normal:
-    """The posterior of what is outside of plates, as a normal distribution.
+def polish(members: Members, theta: np.ndarray, units: Units, progress_bar: bool) -> Normal:
+    """The posterior of what is outside of plates, and of the members' latents, as normal distributions.
 
     Args:
         theta: where to start.
-        spread: prior standard deviations.
-        start: where the latents of members begin.
+        units: of the latents: where their prior puts them, and how widely.
     """
-    count, size = members.count, len(theta)
-    blocks = list(outside(members.study.template).values())
-    order = np.random.default_rng(0).permutation(count)
-    looked_at = min(max(FIRST_MEMBERS * size, FIRST_IN_ALL), count)
-    last: _Newton | None = None
     with tqdm(disable=not progress_bar, desc="polishing", unit="member", dynamic_ncols=True, leave=False) as bar:
-        for _ in range(MOST_ROUNDS):
-            look = members.look(theta, np.sort(order[:looked_at]), start, bar)
-            found = _newton(theta, look, looked_at, count, blocks, *members.outside(theta))
-            if last is not None and found.height < last.height - LARGEST_FALL * (1 + LEAST_PART * abs(last.height)):
-                theta = (theta + last.theta) / 2
-                continue
-            step = found.step * min(1.0, LONGEST_STEP / np.abs(found.step / spread).max())
-            step /= 1.0 if last is None else found.steeper_than_thought(last)
-            last, theta = found, theta + step
-            moved = np.abs(step / np.sqrt(np.diag(found.covariance))).max()
-            bar.set_postfix_str(f"last step {moved:.2f} posterior sd", refresh=False)
-            if looked_at == count and moved < SETTLED:
-                break
-            if moved < NEAR * np.sqrt(count / looked_at) and looked_at < count:
-                looked_at, last = count, None
-        else:
-            warnings.warn(
-                f"Polishing took {MOST_ROUNDS} steps, the last of which moved a number by {moved:.1f} posterior standard "
-                "deviations: the posterior may not be settled. Train longer before polishing, or polish again.",
-                stacklevel=3,
-            )
-    counting = look.counting / looked_at
-    if counting < FEWEST_COUNTING:
-        warnings.warn(
-            f"Only {counting:.0%} of the draws of members' latents count: their posteriors are far from normal, and what "
-            "polishing says may be off. Raise `num_draws`, or keep to the fit as it was.",
-            stacklevel=3,
+        return _Search(members, units, bar).run(theta)
+
+
+class _Search:
+    """The search for the posterior's mode, on a part of the members that grows."""
+
+    def __init__(self, members: Members, units: Units, bar: tqdm):
+        self.members, self.bar = members, bar
+        self.places = outside(members.study.template)
+        self.center, self.spread = (
+            np.concatenate([np.ravel(each[name]) for name in self.places]).astype(np.float64)
+            for each in (units.center, units.prior_spread or units.spread)
         )
-    return Normal(theta, np.linalg.cholesky(found.covariance), theta)
+        self.order = np.random.default_rng(0).permutation(members.count)
+        self.looked_at = min(max(FIRST_MEMBERS * len(self.center), FIRST_IN_ALL), members.count)
+
+    def run(self, theta: np.ndarray) -> Normal:
+        here = self._first(theta.astype(np.float64))
+        last: _Newton | None = None
+        for _ in range(MOST_ROUNDS):
+            step = here.step * min(1.0, LONGEST_STEP / np.abs(here.step / self.spread).max())
+            step /= 1.0 if last is None else here.steeper_than_thought(last)
+            moved = np.abs(step / np.sqrt(np.diag(here.covariance))).max()
+            self.bar.set_postfix_str(f"next step {moved:.2f} posterior sd", refresh=False)
+            if self.looked_at == self.members.count and moved < SETTLED:
+                break
+            if self.looked_at < self.members.count and moved < NEAR * np.sqrt(self.members.count / self.looked_at):
+                self.looked_at = min(MORE_MEMBERS * self.looked_at, self.members.count)
+                here, last = self._at(here.theta + step), None
+                continue
+            there = self._along(here, step)
+            if there is None:
+                break
+            here, last = there, here
+        if self.looked_at < self.members.count or moved >= SETTLED:
+            warnings.warn(
+                f"Polishing ended with a step to go that would move a number by {moved:.1f} posterior standard deviations: "
+                "the posterior may not be settled. Train longer before polishing, or polish again.",
+                stacklevel=4,
+            )
+        if self.looked_at < self.members.count:
+            self.looked_at, step = self.members.count, np.zeros_like(step)
+            here = self._at(here.theta)
+        if here.counting < FEWEST_COUNTING:
+            warnings.warn(
+                f"Only {here.counting:.0%} of the draws of members' latents count: their posteriors are far from normal, so "
+                "that what polishing says may be off. Raise `num_draws`, or keep to the fit as it was.",
+                stacklevel=4,
+            )
+        return Normal(here.theta + step, np.linalg.cholesky(here.covariance), self.members.posteriors(step))
+
+    def _first(self, theta: np.ndarray) -> _Newton:
+        """Where the search begins: where the fit is, but for sites that the evidence would rather have at their start.
+
+        A bound may drive a spread to nothing, and from there no step would lead back.
+        """
+        best, known = self._at(theta), self.members.values.copy()
+        for place in self.places.values():
+            tried = best.theta.copy()
+            tried[place] = self.center[place]
+            found = self._at(tried)
+            if found.height > best.height + self._tolerance(best):
+                best, known = found, self.members.values.copy()
+            else:
+                self.members.values[...] = known
+        return best
+
+    def _along(self, here: _Newton, step: np.ndarray) -> _Newton | None:
+        """The place that a step leads to, the step shortened as long as that is lower; None where all are."""
+        known = self.members.values.copy()
+        for number in range(MOST_SHORTENED):
+            there = self._at(here.theta + step * SHORTENED**number)
+            if there.height >= here.height - self._tolerance(here):
+                return there
+            self.members.values[...] = known
+        return None
+
+    def _tolerance(self, here: _Newton) -> float:
+        return LARGEST_FALL + ROUNDINGS * float(np.finfo(self.members.values.dtype).eps) * abs(here.height) / np.sqrt(
+            self.looked_at
+        )
+
+    def _at(self, theta: np.ndarray) -> _Newton:
+        """The log posterior at a place, as far as the members that are looked at tell."""
+        look = self.members.look(theta, np.sort(self.order[: self.looked_at]), self.bar)
+        value, gradient, information = self.members.outside(theta)
+        times = self.members.count / self.looked_at
+        scatter = look.squares - np.outer(look.score, look.score) / self.looked_at
+        kept = _kept(scatter, list(self.places.values()), self.looked_at)
+        whole = _definite(information + _shrunk(scatter, kept, self.looked_at) * times)
+        free = _definite(information + _shrunk(scatter, np.ones_like(kept), self.looked_at) * times)
+        return _Newton(
+            theta,
+            float(look.evidence) * times + value,
+            look.score * times + gradient,
+            whole,
+            np.linalg.inv(free),
+            float(look.counting) / self.looked_at,
+        )
 
 
 class _Newton(NamedTuple):
-    """The log posterior as far as some of the members tell: its height, gradient, information and covariance."""
+    """The log posterior as far as some of the members tell.
+
+    Its height, gradient, information with correlations shrunk, covariance without, and which part of draws counts.
+    """
 
     theta: np.ndarray
     height: float
     gradient: np.ndarray
     information: np.ndarray
     covariance: np.ndarray
+    counting: float
 
     @property
     def step(self) -> np.ndarray:
-        return self.covariance @ self.gradient
+        return np.linalg.solve(self.information, self.gradient)
 
     def steeper_than_thought(self, last: _Newton) -> float:
         """How many times faster the gradient fell on the way from the last place than the information there had it."""
@@ -216,39 +315,32 @@ class _Newton(NamedTuple):
         return float(np.clip(way @ (last.gradient - self.gradient) / (way @ last.information @ way), 1.0, MOST_STEEPER))
 
 
-def _newton(
-    theta: np.ndarray,
-    look: Look,
-    looked_at: int,
-    count: int,
-    blocks: list[slice],
-    value: float,
-    gradient: np.ndarray,
-    information: np.ndarray,
-) -> _Newton:
-    score, squares, times = np.asarray(look.score), np.asarray(look.squares), count / looked_at
-    scatter = squares - np.outer(score, score) / looked_at
-    whole = information + _shrunk(scatter, blocks, looked_at) * times
-    steepness, directions = np.linalg.eigh(whole)
-    if steepness[0] <= 0:  # the prior need not fall off on all sides
-        whole = directions * np.maximum(np.abs(steepness), LEAST_PART * steepness[-1]) @ directions.T
-    height = float(look.evidence) * times + value
-    return _Newton(theta, height, score * times + gradient, whole, np.linalg.inv(whole))
+def _definite(information: np.ndarray) -> np.ndarray:
+    """An information that is positive in all directions: a prior need not fall off on all sides."""
+    steepness, directions = np.linalg.eigh(information)
+    if steepness[0] > 0:
+        return information
+    return directions * np.maximum(np.abs(steepness), LEAST_PART * steepness[-1]) @ directions.T
 
 
-def _shrunk(scatter: np.ndarray, blocks: list[slice], looked_at: int) -> np.ndarray:
-    """A scatter whose correlations are smaller, those of each site's numbers as much as they look like noise.
+def _kept(scatter: np.ndarray, blocks: list[slice], looked_at: int) -> np.ndarray:
+    """The square root of what is kept of correlations between each site's numbers: less, the more they look like noise.
 
     Of many numbers some will seem to hang together among so few members, and the inverse would be far off along them
-    (Schäfer and Strimmer 2005). What is left is too large an inverse on average, which is corrected.
+    (Schäfer and Strimmer 2005).
     """
     deviations = np.sqrt(np.maximum(np.diag(scatter), np.finfo(float).tiny))
     found = scatter / np.outer(deviations, deviations)
-    kept = np.ones(len(found))  # the square root of what is left of correlations between a site's numbers
+    kept = np.ones(len(found))
     for block in blocks:
         apart = found[block, block][~np.eye(block.stop - block.start, dtype=bool)] ** 2
         if apart.sum() > 0:
             kept[block] = np.sqrt(max(1 - ((1 - apart) ** 2).sum() / looked_at / apart.sum(), 0.0))
-    found *= np.outer(kept, kept)
-    np.fill_diagonal(found, 1.0)
-    return found * np.outer(deviations, deviations) / max(1 - ((kept**2).sum() + 1) / looked_at, 0.5)
+    return kept
+
+
+def _shrunk(scatter: np.ndarray, kept: np.ndarray, looked_at: int) -> np.ndarray:
+    """A scatter of which parts of its correlations are kept. Its inverse is too large on average, which is corrected."""
+    found = scatter * np.outer(kept, kept)
+    np.fill_diagonal(found, np.diag(scatter))
+    return found / max(1 - ((kept**2).sum() + 1) / looked_at, 0.5)

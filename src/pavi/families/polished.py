@@ -1,4 +1,4 @@
-"""Latents outside of plates drawn from a given joint normal distribution in place of their flows."""
+"""Latents outside of plates, and those of one plate, drawn from given normal distributions in place of their flows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.scipy.linalg import solve_triangular
 from jax.scipy.stats import norm
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from pavi.cascade import Draw, Sampler, Study
 from pavi.families.base import Family, Glimpse, Reading, Units, Weights
+from pavi.inner import Marginal
 from pavi.prior import Prior
 from pavi.template import Level, Site, Template
 
@@ -24,12 +26,13 @@ TOGETHER = 2**30
 class Normal(NamedTuple):
     """A normal distribution of all unconstrained numbers outside of plates: its mean, and a lower factor of its covariance.
 
-    `center` is where flows of other latents, which are shown how far values lie from there, were trained to take it to be.
+    And those of each member of a plate, given these: where its mean lies and a lower factor of its covariance, then how
+    the mean moves with each number outside of plates, all in one vector.
     """
 
     mean: Float[Array | np.ndarray, " size"]
     factor: Float[Array | np.ndarray, "size size"]
-    center: Float[Array | np.ndarray, " size"]
+    members: Float[Array | np.ndarray, "member numbers"]
 
 
 def outside(template: Template) -> dict[str, slice]:
@@ -41,12 +44,14 @@ def outside(template: Template) -> dict[str, slice]:
 
 @dataclasses.dataclass(frozen=True)
 class Polished:
-    """A family in which latents outside of plates have a given normal distribution, and all others are as in another family.
+    """A family in which latents outside of plates and those of one plate have given normal distributions.
 
-    The numbers of the normal distribution follow the other family's shared weights, and are not trained.
+    All others are as in another family. The numbers outside of plates follow the other family's shared weights; those of
+    members are memory, which training reads and leaves as it is.
     """
 
     base: Family
+    marginal: Marginal
 
     @property
     def row_rate(self) -> float:
@@ -56,26 +61,43 @@ class Polished:
     def whole_plates(self) -> bool:
         return self.base.whole_plates
 
-    @staticmethod
-    def add(weights: Weights, normal: Normal) -> Weights:
-        """The weights of the other family with a normal distribution behind them."""
-        parts = [jnp.asarray(part, weights.shared.dtype).reshape(-1) for part in (weights.shared, *normal)]
-        return weights._replace(shared=jnp.concatenate(parts))
+    @property
+    def _level(self) -> Level:
+        return (self.marginal.plate,)
 
-    @staticmethod
-    def strip(template: Template, weights: Weights) -> Weights:
+    @property
+    def _members(self) -> tuple[str, Level]:
+        return "normals", self._level
+
+    def add(self, weights: Weights, normal: Normal) -> Weights:
+        """The weights of the other family with normal distributions beside them."""
+        parts = [jnp.asarray(part, weights.shared.dtype).reshape(-1) for part in (weights.shared, *normal[:2])]
+        return weights._replace(shared=jnp.concatenate(parts), memory={**weights.memory, self._members: normal.members})
+
+    def strip(self, template: Template, weights: Weights) -> Weights:
         """The weights of the other family alone."""
-        return weights._replace(shared=_split(template, weights.shared)[0])
+        memory = {key: each for key, each in weights.memory.items() if key != self._members}
+        return weights._replace(shared=_split(template, weights.shared)[0], memory=memory)
+
+    def normal(self, template: Template, weights: Weights) -> Normal:
+        """The normal distributions that these weights hold."""
+        _, mean, factor = _split(template, weights.shared)
+        return Normal(mean, factor, weights.memory[self._members])
 
     def init(self, template: Template, rng: np.random.Generator, data: Mapping[str, Any], whole: frozenset[str]) -> Weights:
+        weights, shapes = self.base.init(template, rng, data, whole), self.shapes(template, whole)
         size = _size(template)
-        zeros = np.zeros(size)
-        return self.add(self.base.init(template, rng, data, whole), Normal(zeros, np.eye(size), zeros))
+        members = np.zeros(shapes.memory[self._members].shape, weights.shared.dtype)
+        return self.add(weights, Normal(np.zeros(size), np.eye(size), members))
 
     def shapes(self, template: Template, whole: frozenset[str]) -> Weights:
         weights = self.base.shapes(template, whole)
-        count = weights.shared.shape[0] + _size(template) * (_size(template) + 2)
-        return weights._replace(shared=jax.ShapeDtypeStruct((count,), weights.shared.dtype))
+        size, own, dtype = _size(template), self.marginal.size(template), weights.shared.dtype
+        count = weights.shared.shape[0] + size * (size + 1)
+        members = jax.ShapeDtypeStruct((*template.sizes(self._level), own * (1 + own + size)), dtype)
+        return weights._replace(
+            shared=jax.ShapeDtypeStruct((count,), dtype), memory={**weights.memory, self._members: members}
+        )
 
     def parts(self, template: Template) -> Mapping[str, slice]:
         return self.base.parts(template)
@@ -84,18 +106,24 @@ class Polished:
         return self.base.measure(template, data, arguments)
 
     def encode(self, weights: Weights, units: Units, glimpse: Glimpse) -> tuple[Mapping[Level, Any], Mapping]:
-        return self.base.encode(self.strip(glimpse.study.template, weights), units, glimpse)
+        members = weights.memory[self._members]
+        encodings, memory = self.base.encode(self.strip(glimpse.study.template, weights), units, glimpse)
+        return {**encodings, self._level: members}, {**memory, self._members: members}
 
     def extend(
         self, weights: Weights, kept: Mapping[str, np.ndarray], template: Template, data: Mapping[str, Any]
     ) -> Weights:
-        normal = _split(template, weights.shared)[1]
-        return self.add(self.base.extend(self.strip(template, weights), kept, template, data), normal)
+        """Weights for other members, whose normal distributions are yet to be found."""
+        extended = self.base.extend(self.strip(template, weights), kept, template, data)
+        members = np.zeros(self.shapes(template, frozenset()).memory[self._members].shape, weights.shared.dtype)
+        return self.add(extended, self.normal(template, weights)._replace(members=members))
 
     def settle(self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, weights: Weights) -> Reading:
-        template = study.template
+        template, normal = study.template, self.normal(study.template, weights)
         family, settled = self.base.settle(study, arguments, data, units, self.strip(template, weights))
-        return Reading(Polished(family), self.add(settled, _split(template, weights.shared)[1]))
+        found = Polished(family, self.marginal)
+        rows = {**settled.rows, self._level: normal.members}
+        return Reading(found, found.add(settled, normal)._replace(rows=rows, memory={}))
 
     def together(
         self,
@@ -108,13 +136,13 @@ class Polished:
     ) -> dict[Level, Any]:
         """Encodings, with a joint draw of all that is outside of plates in place of theirs."""
         del units, training
-        mean, factor, center = (jax.lax.stop_gradient(jnp.asarray(part)) for part in _split(template, shared)[1])
+        mean, factor = (jax.lax.stop_gradient(jnp.asarray(part)) for part in _split(template, shared)[1:])
         noise = jax.random.normal(jax.random.fold_in(key, TOGETHER), mean.shape)
         drawn = mean + jnp.matmul(factor, noise, precision="highest")
         log_q = norm.logpdf(noise).sum() - jnp.log(jnp.diagonal(factor)).sum()
         draws = {
             # The density of all sites together is counted once.
-            name: Draw(drawn[place], log_q if place.start == 0 else jnp.zeros(()), center[place])
+            name: Draw(drawn[place], log_q if place.start == 0 else jnp.zeros(()), mean[place])
             for name, place in outside(template).items()
         }
         return {**encodings, (): draws}
@@ -123,17 +151,47 @@ class Polished:
         plain = self.base.sampler(template, units, _split(template, shared)[0])
 
         def draw(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
-            return plain(site, prior, encoding, given, key) if site.level else encoding[site.name]
+            if not site.level:
+                return encoding[site.name]
+            if site.level != self._level:
+                return plain(site, prior, encoding, given, key)
+            return _draw_member(self.marginal.latents(template), list(outside(template)), site, encoding, given, key)
 
         return draw
+
+
+def _draw_member(
+    latents: list[Site],
+    globally: list[str],
+    site: Site,
+    numbers: Float[Array, " numbers"],
+    given: Mapping[str, Draw],
+    key: PRNGKeyArray,
+) -> Draw:
+    """One latent of a member, given those of its latents that were drawn before it and all that is outside of plates."""
+    before = [other for other in latents[: latents.index(site)]]
+    start, size = sum(other.size for other in before), sum(other.size for other in latents)
+    center, factor, slopes = jnp.split(numbers, [size, size * (1 + size)])
+    factor, slopes = factor.reshape(size, size), slopes.reshape(size, -1)
+    moved = jnp.concatenate([given[name].value - given[name].center for name in globally])
+    mean = center + jnp.matmul(slopes, moved, precision="highest")
+    here = slice(start, start + site.size)
+    noise = jax.random.normal(key, (site.size,))
+    value = mean[here] + jnp.matmul(factor[here, here], noise, precision="highest")
+    if before:
+        off = jnp.concatenate([given[other.name].value for other in before]) - mean[:start]
+        known = solve_triangular(factor[:start, :start], off, lower=True)
+        value = value + jnp.matmul(factor[here, :start], known, precision="highest")
+    log_q = norm.logpdf(noise).sum() - jnp.log(jnp.diagonal(factor)[here]).sum()
+    return Draw(value, log_q, center[here])
 
 
 def _size(template: Template) -> int:
     return sum(site.size for site in template.latents if not site.level)
 
 
-def _split(template: Template, shared: Array) -> tuple[Array, Normal]:
-    """The shared weights of the other family, and the normal distribution behind them."""
+def _split(template: Template, shared: Array) -> tuple[Array, Array, Array]:
+    """The shared weights of the other family, and the mean and factor of the normal distribution behind them."""
     size = _size(template)
-    own, mean, factor, center = jnp.split(shared, np.cumsum([len(shared) - size * (size + 2), size, size * size]))
-    return own, Normal(mean, factor.reshape(size, size), center)
+    own, mean, factor = jnp.split(shared, np.cumsum([len(shared) - size * (size + 1), size]))
+    return own, mean, factor.reshape(size, size)

@@ -1,0 +1,198 @@
+"""Training on a study that has been read: from nothing, or on from given weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from pavi.cascade import Study
+from pavi.checkpoint import Keeper, Progress
+from pavi.compiling import in_background
+from pavi.data import Observations
+from pavi.families import Reading, Units, Weights
+from pavi.schedule import LONGEST_CHUNK, Schedule, Stop
+from pavi.setting import Setting, identity_of, problem_of, runner_of
+from pavi.sharding import gathered
+from pavi.stepping import Inputs, Problem, State, default_optimizers, first_state, place
+from pavi.streaming import runner
+from pavi.train import (
+    Trained,
+    best_start,
+    chunk_runner,
+    history_of,
+    informed,
+    prepare,
+    report,
+    started_units,
+    train,
+)
+
+# Fractions of the learning rate that are tried, one after the other, while steps fail.
+PACES = (1.0, 0.5, 0.125)
+
+
+class Outcome(NamedTuple):
+    """What training on a study came to: all that makes a fit."""
+
+    study: Study
+    units: Units
+    arguments: Any
+    observations: Observations
+    trained: Reading
+    stop: Stop
+    history: Mapping[str, np.ndarray]
+    batch: Mapping[str, int]
+    skipped: int
+
+
+def train_study(
+    study: Study,
+    arguments: Any,
+    observations: Observations,
+    setting: Setting,
+    prepared: Callable[[Inputs, State], None] = lambda inputs, state: None,
+) -> Outcome:
+    """Trains from scratch; again and slower where too many steps were not finite.
+
+    Args:
+        prepared: called once with the first inputs and state, before what takes long.
+    """
+    family, optimizer = setting.family, setting.optimizer
+    optimizers = default_optimizers(family.row_rate) if optimizer is None else (optimizer, optimizer)
+    for pace in PACES:
+        problem, schedule = problem_of(study, setting, optimizers, pace == PACES[0], pace)
+        inputs, state = prepare(problem, arguments, observations, setting.seed, schedule.short)
+        if pace == PACES[0]:
+            prepared(inputs, state)
+        run = runner_of(problem, observations, schedule)
+        keeper = (
+            None if setting.checkpoint is None else Keeper(setting.checkpoint, identity_of(problem, setting, observations))
+        )
+        progress = None if keeper is None else keeper.read(inputs, state, schedule)
+        if progress is not None and progress.stop is not None and progress.stop is not Stop.INTERRUPTED:
+            trained = Trained(progress.state, history_of(progress.elbos, progress.seconds), progress.stop)
+            return _finish(problem, progress.inputs, observations, trained)
+        if progress is not None:
+            inputs, state = progress.inputs, progress.state
+        else:
+            inputs = inputs._replace(units=started_units(problem, inputs, inputs.data, setting.seed, setting.values))
+            if setting.starts > 1:
+                inputs, state = best_start(
+                    problem,
+                    inputs,
+                    state,
+                    observations,
+                    setting.seed,
+                    setting.starts,
+                    schedule,
+                    setting.values,
+                    setting.progress_bar,
+                    run,
+                )
+                schedule.early = False  # that was in the trial
+            else:
+                state = informed(problem, inputs, state, observations)
+        trained = _train(problem, inputs, state, schedule, setting, keeper, progress, run)
+        if trained.stop is not Stop.NON_FINITE:
+            break
+    report(trained)
+    return _finish(problem, inputs, observations, trained)
+
+
+def _train(
+    problem: Problem,
+    inputs: Inputs,
+    state: State,
+    schedule: Schedule,
+    setting: Setting,
+    keeper: Keeper | None,
+    progress: Progress | None,
+    run: Callable[..., tuple[State, Any]],
+) -> Trained:
+    """Trains, from where a checkpoint stands if there is one, writing checkpoints if there is a keeper."""
+    before = None if progress is None else (progress.elbos, progress.seconds)
+    started = setting.started if progress is None else time.perf_counter() - progress.seconds[-1]
+
+    def write(state: State, elbos: list[np.ndarray], seconds: list[np.ndarray], stop: Stop | None) -> None:
+        if keeper is not None and stop is not Stop.NON_FINITE:
+            keeper.write(inputs, state, elbos, seconds, schedule, stop)
+
+    return train(problem, inputs, state, schedule, started, setting.progress_bar, before, write, run)
+
+
+class Refinement:
+    """Training on from weights that need not be known yet; with `frozen`, only the rows are trained.
+
+    The number of steps and the progress bar are those of the setting unless told otherwise.
+    """
+
+    def __init__(
+        self, study: Study, arguments: Any, observations: Observations, setting: Setting, frozen: bool = False
+    ) -> None:
+        optimizer, row_optimizer = default_optimizers(setting.family.row_rate)
+        self._optimizers = (optax.set_to_zero() if frozen else optimizer, row_optimizer)
+        self._study, self._arguments, self._observations, self._setting = study, arguments, observations, setting
+        self._problem, schedule = problem_of(study, setting, self._optimizers, early=False, pace=1.0)
+        self._quick = schedule.short
+        self._compiling: Future | None = None
+
+    def compile(self, units: Units) -> None:
+        """Begins to compile in the background, for units like these."""
+        if self._observations.stored or self._problem.hosted:
+            return
+        weights = self._setting.family.shapes(self._problem.template, self._problem.whole)
+        optimizers = self._problem.optimizer, self._problem.row_optimizer
+        seed = self._setting.seed
+        state = jax.eval_shape(lambda weights, seed: first_state(*optimizers, weights, seed), weights, seed)
+        rates = np.zeros(LONGEST_CHUNK, np.float32)
+        inputs = self._inputs(weights, units)
+        self._compiling = in_background(chunk_runner(self._quick), self._problem, inputs, state, rates, np.int32(0))
+
+    def run(self, weights: Weights, units: Units, steps: int | None, started: float) -> Outcome:
+        """Trains on from these weights, for so many steps, or until the ELBO has settled."""
+        setting = self._setting._replace(steps=steps)
+        problem, schedule = problem_of(self._study, setting, self._optimizers, early=False, pace=1.0)
+        first = setting.family.shapes(self._study.template, problem.whole).memory
+        memory = {key: each for key, each in weights.memory.items() if key in first and each.shape == first[key].shape}
+        if memory.keys() != first.keys():
+            rng = np.random.default_rng(setting.seed)
+            memory = {
+                **setting.family.init(self._study.template, rng, self._observations.everything, problem.whole).memory,
+                **memory,
+            }
+        inputs = self._inputs(weights, units)
+        copied = jax.tree.map(np.array if problem.hosted else jnp.array, weights._replace(memory=memory))
+        state = place(problem, copied, setting.seed)
+        if self._compiling is not None:
+            self._compiling.result()
+        run = runner(problem, self._observations.stored, self._quick)
+        trained = train(problem, inputs, state, schedule, started, setting.progress_bar, run=run)
+        report(trained)
+        return _finish(problem, inputs, self._observations, trained)
+
+    def _inputs(self, weights: Weights, units: Units) -> Inputs:
+        paces = np.ones(weights.shared.shape, weights.shared.dtype)
+        row_paces = dict.fromkeys(weights.rows, np.float32(1.0))
+        return Inputs(self._arguments, self._observations.arrays, units, paces, row_paces)
+
+
+def _finish(problem: Problem, inputs: Inputs, observations: Observations, trained: Trained) -> Outcome:
+    state = trained.state if problem.shards is None else gathered(trained.state)
+    return Outcome(
+        problem.study,
+        inputs.units,
+        inputs.arguments,
+        observations,
+        Reading(problem.family, state.weights),
+        trained.stop,
+        trained.history,
+        dict(problem.batch),
+        int(state.skipped),
+    )
