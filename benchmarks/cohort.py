@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, float]] = {
     "paper": {},
     "hard": {"fingerprint_scale": 0.1, "population_scale": 1.0, "spread": 0.3},
 }
-EVALUATED = 20
+EVALUATED, LABEL_DRAWS = 20, 128
 FAMILY = pavi.PAVI(flow=pavi.Affine())
 PULLED = pavi.PAVI(flow=pavi.Affine(), show_pull=True)
 PAPER = pavi.PAVI(
@@ -92,7 +92,7 @@ def judge(fit: pavi.Fit, cohort: Cohort, subjects: np.ndarray) -> Verdict:
     truth = np.asarray(cohort.population_logits)[some][:, truly]
     truth = truth - truth.mean(-1, keepdims=True)
     covered["population"] = float((np.abs(draws.mean(0) - truth) < 1.96 * draws.std(0)).mean())
-    probs = fit.moments(sites=["label_probs"], where={"subject": subjects}, num_samples=16)["label_probs"].values[0]
+    probs = fit.moments(sites=["label_probs"], where={"subject": subjects}, num_samples=LABEL_DRAWS)["label_probs"].values[0]
     right = share_right(truly[probs.argmax(-1)], cohort, subjects)
     gamma = np.stack([*moments["gamma"].values, np.asarray(cohort.gamma)[truly]])
     return Verdict(right, float(correlation[np.arange(NETWORKS), truly].min()), covered, gamma[:, np.argsort(truly)])

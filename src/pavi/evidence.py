@@ -33,10 +33,12 @@ from pavi.prior import Prior
 from pavi.template import Kind, Level, Site, Template
 
 # Newton steps to where a member's posterior is highest: the last is shorter than this, in standard deviations of that
-# posterior, and there are at most so many.
-NEAR_TOP, MOST_CLIMBED = 0.1, 20
-# Lengths of a Newton step that are tried, and the part of a log-density that may be rounding.
-LENGTHS, ROUNDING = (1.0, 0.3, 0.05), 1e-6
+# posterior, and there are at most so many. A member is lost where the last is longer than this.
+NEAR_TOP, MOST_CLIMBED, LOST = 0.1, 30, 1.0
+# What is added to all curvatures, relative to the steepest: where one is next to none, a Newton step would lead far away.
+DAMPINGS = (0.0, 0.01, 0.1, 1.0)
+# The part of a log-density that may be rounding.
+ROUNDING = 1e-6
 # Directions in which a member's posterior is flatter than this, relative to its steepest, count as this steep.
 FLATTEST = 1e-6
 # Degrees of freedom of members' draws, and between what a member's variance may lie, relative to what the curvature says.
@@ -168,8 +170,7 @@ def look_at_tile(
     looked = jax.vmap(functools.partial(_look_at, study, marginal, arguments, theta, key), in_axes=(0, 0, axes))
     with jax.default_matmul_precision("float32"):
         found = looked(values, index, data)
-        # A member whose evidence is not finite says nothing.
-        usable = counts & jnp.isfinite(found.evidence) & jnp.isfinite(found.score).all(-1)
+        usable = counts & jnp.isfinite(found.evidence) & jnp.isfinite(found.score).all(-1) & (found.counting > 0)
         scores = jnp.where(usable[:, None], found.score, 0.0)
         evidence, counting = (jnp.where(usable, each, 0.0) for each in (found.evidence, found.counting))
         return Look(evidence, scores.sum(0), scores.T @ scores, counting.sum()), found.top, found.normal
@@ -210,18 +211,17 @@ def _look_at(
         steepness, directions = jnp.linalg.eigh(-curvature)
         steepness = jnp.abs(steepness)
         steepness = jnp.maximum(steepness, FLATTEST * steepness.max())
-        step = directions @ (directions.T @ gradient / steepness)
-        tried = state.values + jnp.array((0.0, *LENGTHS))[:, None] * step
+        damped = directions.T @ gradient / (steepness + jnp.array(DAMPINGS)[:, None] * steepness.max())
+        tried = state.values + jnp.concatenate([jnp.zeros((1, damped.shape[1])), damped @ directions.T])
         heights = jax.vmap(log_density, (0, None))(tried, theta)
         # The whole step is taken unless it leads down by more than rounding.
         heights = heights.at[1].add(ROUNDING * jnp.abs(heights[1]))
         best = jnp.argmax(jnp.where(jnp.isfinite(heights), heights, -jnp.inf))
-        last = jnp.sqrt(((directions.T @ step) ** 2 * steepness).sum())
-        return _Climb(tried[best], directions, steepness, state.steps + 1, last)
+        return _Climb(tried[best], directions, steepness, state.steps + 1, jnp.sqrt((damped[0] ** 2 * steepness).sum()))
 
     # The curvature is that of the place before the last step, which was short.
     nowhere = _Climb(start, jnp.eye(start.size), jnp.ones(start.size), jnp.zeros((), jnp.int32), jnp.full((), jnp.inf))
-    top, directions, steepness, _, _ = jax.lax.while_loop(far, climb, nowhere)
+    top, directions, steepness, _, last = jax.lax.while_loop(far, climb, nowhere)
     noise, log_q = _noise(marginal.draws, top.size, jax.random.fold_in(jax.random.fold_in(key, 2**31), index))
     offsets = noise / jnp.sqrt(steepness) @ directions.T
 
@@ -239,7 +239,8 @@ def _look_at(
     width = (weights @ ((offsets - middle) @ directions) ** 2 * steepness).mean()
     factor = jnp.linalg.cholesky(directions * (jnp.clip(width, *WIDTHS) / steepness) @ directions.T)
     normal = jnp.concatenate([top + middle, factor.reshape(-1), slopes.reshape(-1)])
-    counting = 1 / (weights**2).sum() / marginal.draws
+    # Draws around a place that is not the top say nothing.
+    counting = jnp.where(last < LOST, 1 / (weights**2).sum() / marginal.draws, 0.0)
     return Found(found, by_theta + by_top @ slopes, counting, top, normal)
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from pavi import data as observed_data
 from pavi import rows as row_ops
 from pavi.branch import Branch, draw_branch, fixed_branch
 from pavi.cascade import Draw, Study, cascade, draw_prior
-from pavi.compiling import quick_jit
+from pavi.compiling import in_background, quick_jit
 from pavi.elbo import reduced_elbo
 from pavi.families import Family, Glimpse, Joint, Units, Weights
 from pavi.inner import Inner
@@ -181,7 +182,7 @@ def prior_units(
 
     Sites with given `values` are centered there, and the others where the prior puts them then.
     """
-    draws = draws_of_prior(study, arguments, data, seed, dict(values))
+    draws = draws_of_prior(study, arguments, data, seed, values)
     center, spread = {}, {}
     for name, drawn in draws.items():
         low, middle, high = np.nanquantile(np.asarray(drawn), [0.16, 0.5, 0.84], axis=0)
@@ -192,17 +193,40 @@ def prior_units(
     return Units(center, spread, spread)
 
 
-@quick_jit(static_argnums=(0,))
 def draws_of_prior(
-    study: Study, arguments: Any, data: dict[str, Array], seed: Array, values: dict[str, Array]
+    study: Study, arguments: Any, data: dict[str, Array], seed: np.ndarray, values: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Array]:
     """Unconstrained draws of every latent from the prior, with some sites held at given values."""
+    return _draws_of_prior(study, arguments, data, seed, *_held_at(study.template, values))
+
+
+def prior_ahead(study: Study, arguments: Any, data: dict[str, Array], seed: np.ndarray) -> Future:
+    """Compiles `draws_of_prior` in the background."""
+    return in_background(_draws_of_prior, study, arguments, data, seed, *_held_at(study.template, {}))
+
+
+def _held_at(template: Template, values: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """A value for every latent, and which of them count: whichever do, they are arguments of one compiled function."""
+    dtype = jnp.result_type(float)
+    latents = template.latents
+    held = {site.name: np.asarray(values.get(site.name, np.zeros(site.size)), dtype).reshape(-1) for site in latents}
+    return held, {site.name: np.asarray(site.name in values) for site in latents}
+
+
+@quick_jit(static_argnums=(0,))
+def _draws_of_prior(
+    study: Study,
+    arguments: Any,
+    data: dict[str, Array],
+    seed: Array,
+    values: dict[str, Array],
+    counts: dict[str, Array],
+) -> dict[str, Array]:
     template = study.template
 
     def sampler(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
-        if site.name in values:
-            return Draw(values[site.name], None, values[site.name])
-        return draw_prior(site, prior, encoding, given, key)
+        drawn = draw_prior(site, prior, encoding, given, key)
+        return drawn._replace(value=jnp.where(counts[site.name], values[site.name], drawn.value))
 
     def one(k: Int[Array, ""]) -> dict[str, Array]:
         indices = {plate.name: (k * plate.size // PRIOR_DRAWS)[None] for plate in template.plates}

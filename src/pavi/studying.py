@@ -14,20 +14,21 @@ import optax
 
 from pavi.cascade import Study
 from pavi.checkpoint import Keeper, Progress
-from pavi.compiling import in_background
 from pavi.data import Observations
 from pavi.families import Reading, Units, Weights
-from pavi.schedule import LONGEST_CHUNK, Schedule, Stop
+from pavi.schedule import Schedule, Stop
 from pavi.setting import Setting, identity_of, problem_of, runner_of
 from pavi.sharding import gathered
-from pavi.stepping import Inputs, Problem, State, default_optimizers, first_state, place
+from pavi.stepping import Inputs, Problem, State, default_optimizers, place
 from pavi.streaming import runner
 from pavi.train import (
     Trained,
     best_start,
-    chunk_runner,
+    compile_ahead,
     history_of,
     informed,
+    inputs_of,
+    once_compiled,
     prepare,
     report,
     started_units,
@@ -68,10 +69,10 @@ def train_study(
     optimizers = default_optimizers(family.row_rate) if optimizer is None else (optimizer, optimizer)
     for pace in PACES:
         problem, schedule = problem_of(study, setting, optimizers, pace == PACES[0], pace)
-        inputs, state = prepare(problem, arguments, observations, setting.seed, schedule.short)
+        inputs, state, compiling = prepare(problem, arguments, observations, setting.seed, schedule.short)
         if pace == PACES[0]:
             prepared(inputs, state)
-        run = runner_of(problem, observations, schedule)
+        run = once_compiled(runner_of(problem, observations, schedule), compiling)
         keeper = (
             None if setting.checkpoint is None else Keeper(setting.checkpoint, identity_of(problem, setting, observations))
         )
@@ -145,15 +146,8 @@ class Refinement:
 
     def compile(self, units: Units) -> None:
         """Begins to compile in the background, for units like these."""
-        if self._observations.stored or self._problem.hosted:
-            return
-        weights = self._setting.family.shapes(self._problem.template, self._problem.whole)
-        optimizers = self._problem.optimizer, self._problem.row_optimizer
-        seed = self._setting.seed
-        state = jax.eval_shape(lambda weights, seed: first_state(*optimizers, weights, seed), weights, seed)
-        rates = np.zeros(LONGEST_CHUNK, np.float32)
-        inputs = self._inputs(weights, units)
-        self._compiling = in_background(chunk_runner(self._quick), self._problem, inputs, state, rates, np.int32(0))
+        inputs = inputs_of(self._problem, self._arguments, self._observations, units)
+        self._compiling = compile_ahead(self._problem, inputs, self._observations, self._setting.seed, self._quick)
 
     def run(self, weights: Weights, units: Units, steps: int | None, started: float) -> Outcome:
         """Trains on from these weights, for so many steps, or until the ELBO has settled."""
@@ -167,20 +161,13 @@ class Refinement:
                 **setting.family.init(self._study.template, rng, self._observations.everything, problem.whole).memory,
                 **memory,
             }
-        inputs = self._inputs(weights, units)
+        inputs = inputs_of(problem, self._arguments, self._observations, units)
         copied = jax.tree.map(np.array if problem.hosted else jnp.array, weights._replace(memory=memory))
         state = place(problem, copied, setting.seed)
-        if self._compiling is not None:
-            self._compiling.result()
-        run = runner(problem, self._observations.stored, self._quick)
+        run = once_compiled(runner(problem, self._observations.stored, self._quick), self._compiling)
         trained = train(problem, inputs, state, schedule, started, setting.progress_bar, run=run)
         report(trained)
         return _finish(problem, inputs, self._observations, trained)
-
-    def _inputs(self, weights: Weights, units: Units) -> Inputs:
-        paces = np.ones(weights.shared.shape, weights.shared.dtype)
-        row_paces = dict.fromkeys(weights.rows, np.float32(1.0))
-        return Inputs(self._arguments, self._observations.arrays, units, paces, row_paces)
 
 
 def _finish(problem: Problem, inputs: Inputs, observations: Observations, trained: Trained) -> Outcome:

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from sklearn.exceptions import ConvergenceWarning
 from tqdm.auto import tqdm
 
-from pavi.compiling import quick_options
+from pavi.compiling import in_background, quick_options
 from pavi.data import Observations
 from pavi.errors import TrainingError
 from pavi.families import Informed, Units
@@ -40,7 +40,9 @@ from pavi.stepping import (
     Problem,
     State,
     draws_of_prior,
+    first_state,
     init,
+    prior_ahead,
     prior_units,
 )
 
@@ -72,26 +74,49 @@ def chunk_runner(quick: bool) -> Any:
     return jax.jit(run_chunk, static_argnums=0, donate_argnums=2, compiler_options=options)
 
 
+def compile_ahead(
+    problem: Problem, inputs: Inputs, observations: Observations, seed: np.ndarray, quick: bool
+) -> Future | None:
+    """Compiles the chunk of steps in the background, before there is a state; where that runs on one device by itself."""
+    if observations.stored or problem.hosted or problem.shards is not None:
+        return None
+    weights = problem.family.shapes(problem.template, problem.whole)
+    optimizers = problem.optimizer, problem.row_optimizer
+    state = jax.eval_shape(lambda weights, seed: first_state(*optimizers, weights, seed), weights, seed)
+    return in_background(chunk_runner(quick), problem, inputs, state, np.zeros(LONGEST_CHUNK, np.float32), np.int32(0))
+
+
+def once_compiled(run: Callable[..., Any], compiling: Future | None) -> Callable[..., Any]:
+    """A function that waits until it has been compiled."""
+
+    def wait_and_run(*args: Any) -> Any:
+        if compiling is not None:
+            compiling.result()
+        return run(*args)
+
+    return wait_and_run
+
+
+def inputs_of(problem: Problem, arguments: Any, observations: Observations, units: Units) -> Inputs:
+    """The inputs of training, with no weight held back."""
+    weights = problem.family.shapes(problem.template, problem.whole)
+    paces = np.ones(weights.shared.shape, weights.shared.dtype)
+    return Inputs(arguments, observations.arrays, units, paces, dict.fromkeys(weights.rows, np.float32(1.0)))
+
+
 def prepare(
     problem: Problem, arguments: Any, observations: Observations, seed: np.ndarray, quick: bool
-) -> tuple[Inputs, State]:
-    """The inputs and the first state of training, with both of its functions compiled.
-
-    The small one is compiled in a thread while the big one is traced, which saves a user most of a second.
-    """
+) -> tuple[Inputs, State, Future | None]:
+    """The inputs and the first state of training, while its steps are compiled in the background."""
     zeros = {site.name: np.zeros(site.size, jnp.result_type(float)) for site in problem.template.latents}
     measured = problem.family.measure(problem.template, observations.everything, arguments)
+    inputs = inputs_of(problem, arguments, observations, Units(zeros, zeros, zeros) | measured)
+    compiling = compile_ahead(problem, inputs, observations, seed, quick)
     data = {} if observations.stored else observations.arrays  # the prior is drawn without data as well
-    with ThreadPoolExecutor(1) as pool:
-        compiling = pool.submit(draws_of_prior.lower(problem.study, arguments, data, seed, {}).compile)
-        state = init(problem, observations.everything, seed)
-        paces = np.ones(state.weights.shared.shape, state.weights.shared.dtype)
-        row_paces = dict.fromkeys(state.weights.rows, np.float32(1.0))
-        inputs = Inputs(arguments, observations.arrays, Units(zeros, zeros, zeros) | measured, paces, row_paces)
-        if not observations.stored and not problem.hosted and problem.shards is None:
-            chunk_runner(quick).lower(problem, inputs, state, np.zeros(LONGEST_CHUNK, np.float32), np.int32(0))
-        compiling.result()
-    return inputs._replace(units=prior_units(problem.study, arguments, data, seed) | measured), state
+    drawing = prior_ahead(problem.study, arguments, data, seed)
+    state = init(problem, observations.everything, seed)
+    drawing.result()
+    return inputs._replace(units=prior_units(problem.study, arguments, data, seed) | measured), state, compiling
 
 
 def started_units(
@@ -143,7 +168,7 @@ def best_start(
     """
     early = schedule.pace * early_rates(np.arange(HELD_STEPS + TRIAL_STEPS))
     data = {} if observations.stored else observations.arrays
-    draws = draws_of_prior(problem.study, inputs.arguments, data, seed, {})
+    draws = draws_of_prior(problem.study, inputs.arguments, data, seed)
     tries: list[tuple[float, Mapping[str, Start], int]] = []
 
     def stretch(state: State, tried: Inputs, first: int, count: int) -> tuple[State, np.ndarray]:

@@ -19,7 +19,9 @@ def start(model: Callable, data: dict, family: Any, batch: dict[str, int], parti
     """A problem ready to step: (problem, inputs, state, study's observations)."""
     study, arguments, observations = read_study(model, data, (), None)
     problem = Problem(study, family, tuple(batch.items()), particles, *default_optimizers(family.row_rate))
-    inputs, state = prepare(problem, arguments, observations, seed_of(seed), True)
+    inputs, state, compiling = prepare(problem, arguments, observations, seed_of(seed), True)
+    if compiling is not None:
+        compiling.result()
     return problem, inputs, state, observations
 
 
