@@ -12,7 +12,7 @@ over them. For one member,
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -134,114 +134,149 @@ class Look(NamedTuple):
         return Look(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-class Found(NamedTuple):
-    """What is found of one member, or with an axis in front, of a tile of members.
+class Top(NamedTuple):
+    """Where a member's posterior is highest: values, directions of the curvature there, and how steep it falls along each.
 
-    Its log evidence, the gradient of that, which part of the draws counts, where its latents are likeliest, and its
-    posterior (`pavi.families.polished`).
+    `last` is how long the last step on the way there was, in standard deviations of the posterior.
     """
 
-    evidence: Any
-    score: Any
-    counting: Any
-    top: Any
-    normal: Any
+    values: Any
+    directions: Any
+    steepness: Any
+    last: Any
+
+
+def _of_tile(
+    study: Study, marginal: Marginal, arguments: Any, data: dict[str, Array], seed: Array, one: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function of one member's log-density, its index, and more, as one of a tile of members, which have an axis each."""
+    levels = {site.name: site.level for site in study.template.observed}
+    axes = {name: levels[name].index(marginal.plate) if marginal.plate in levels[name] else None for name in data}
+    key = jax.random.wrap_key_data(seed)
+
+    def member(data: dict[str, Array], index: Array, *more: Any) -> Any:
+        def log_density(values: Array, theta: Array) -> Float[Array, ""]:
+            return _log_density(study, marginal, arguments, theta, values, index, data, key)
+
+        return one(log_density, jax.random.fold_in(jax.random.fold_in(key, 2**31), index), *more)
+
+    def tile(index: Array, *more: Any) -> Any:
+        with jax.default_matmul_precision("float32"):
+            return jax.vmap(member, in_axes=(axes, 0, *(0 for _ in more)))(data, index, *more)
+
+    return tile
+
+
+# What is done with a tile of members is compiled in three parts, side by side.
 
 
 @quick_jit(static_argnums=(0, 1))
-def look_at_tile(
+def climb_tile(
     study: Study,
     marginal: Marginal,
     arguments: Any,
-    theta: Array,
-    values: Array,
-    index: Array,
-    counts: Array,
     data: dict[str, Array],
     seed: Array,
-) -> tuple[Look, Array, Array]:
-    """Looks at a tile of members, their latents first at given values; where they are likeliest, and their posteriors.
+    theta: Array,
+    index: Array,
+    values: Array,
+) -> Top:
+    """Where the latents of a tile of members are likeliest, found by Newton steps from given values."""
+
+    def one(log_density: Callable[..., Array], key: PRNGKeyArray, start: Array) -> Top:
+        def far(state: tuple[Top, Array]) -> Array:
+            return (state[1] < MOST_CLIMBED) & (state[0].last > NEAR_TOP)
+
+        def climb(state: tuple[Top, Array]) -> tuple[Top, Array]:
+            before, steps = state
+
+            def slope(values: Array) -> tuple[Array, Array]:
+                found = jax.grad(log_density)(values, theta)
+                return found, found
+
+            curvature, gradient = jax.jacfwd(slope, has_aux=True)(before.values)
+            steepness, directions = jnp.linalg.eigh(-curvature)
+            steepness = jnp.abs(steepness)
+            steepness = jnp.maximum(steepness, FLATTEST * steepness.max())
+            damped = directions.T @ gradient / (steepness + jnp.array(DAMPINGS)[:, None] * steepness.max())
+            tried = before.values + jnp.concatenate([jnp.zeros((1, damped.shape[1])), damped @ directions.T])
+            heights = jax.vmap(log_density, (0, None))(tried, theta)
+            # The whole step is taken unless it leads down by more than rounding.
+            heights = heights.at[1].add(ROUNDING * jnp.abs(heights[1]))
+            best = jnp.argmax(jnp.where(jnp.isfinite(heights), heights, -jnp.inf))
+            last = jnp.sqrt((damped[0] ** 2 * steepness).sum())
+            return Top(tried[best], directions, steepness, last), steps + 1
+
+        # The curvature is that of the place before the last step, which was short.
+        nowhere = Top(start, jnp.eye(start.size), jnp.ones(start.size), jnp.full((), jnp.inf))
+        return jax.lax.while_loop(far, climb, (nowhere, jnp.zeros((), jnp.int32)))[0]
+
+    return _of_tile(study, marginal, arguments, data, seed, one)(index, values)
+
+
+@quick_jit(static_argnums=(0, 1))
+def lean_tile(
+    study: Study,
+    marginal: Marginal,
+    arguments: Any,
+    data: dict[str, Array],
+    seed: Array,
+    theta: Array,
+    index: Array,
+    top: Top,
+) -> Float[Array, "member own size"]:
+    """How the tops of a tile of members move with theta, as the implicit function theorem says."""
+
+    def one(log_density: Callable[..., Array], key: PRNGKeyArray, top: Top) -> Array:
+        mixed = jax.jacfwd(jax.grad(log_density, 1))(top.values, theta)
+        return top.directions @ ((mixed @ top.directions).T / top.steepness[:, None])
+
+    return _of_tile(study, marginal, arguments, data, seed, one)(index, top)
+
+
+@quick_jit(static_argnums=(0, 1))
+def weigh_tile(
+    study: Study,
+    marginal: Marginal,
+    arguments: Any,
+    data: dict[str, Array],
+    seed: Array,
+    theta: Array,
+    index: Array,
+    top: Top,
+    slopes: Array,
+    counts: Array,
+) -> tuple[Look, Array]:
+    """Evidences of a tile of members, by draws around their tops; and their posteriors (`pavi.families.polished`).
 
     Evidences are not summed: in all they may have more digits than a number has here.
     """
-    template, key = study.template, jax.random.wrap_key_data(seed)
-    levels = {site.name: site.level for site in template.observed}
-    axes = {name: levels[name].index(marginal.plate) if marginal.plate in levels[name] else None for name in data}
-    looked = jax.vmap(functools.partial(_look_at, study, marginal, arguments, theta, key), in_axes=(0, 0, axes))
+
+    def one(log_density: Callable[..., Array], key: PRNGKeyArray, top: Top, slopes: Array) -> tuple[Array, ...]:
+        noise, log_q = _noise(marginal.draws, top.values.size, key)
+        offsets = noise / jnp.sqrt(top.steepness) @ top.directions.T
+
+        def evidence(values: Array, theta: Array) -> tuple[Array, Array]:
+            terms = jax.vmap(log_density, (0, None))(values + offsets, theta) - log_q
+            return jax.nn.logsumexp(terms) - jnp.log(marginal.draws) - 0.5 * jnp.log(top.steepness).sum(), terms
+
+        (found, terms), (by_top, by_theta) = jax.value_and_grad(evidence, (0, 1), has_aux=True)(top.values, theta)
+        weights = jax.nn.softmax(terms)
+        middle = weights @ offsets
+        # The curvature at the top says which way the posterior is long, the draws how wide it is in all.
+        width = (weights @ ((offsets - middle) @ top.directions) ** 2 * top.steepness).mean()
+        factor = jnp.linalg.cholesky(top.directions * (jnp.clip(width, *WIDTHS) / top.steepness) @ top.directions.T)
+        normal = jnp.concatenate([top.values + middle, factor.reshape(-1), slopes.reshape(-1)])
+        # Draws around a place that is not the top say nothing.
+        counting = jnp.where(top.last < LOST, 1 / (weights**2).sum() / marginal.draws, 0.0)
+        return found, by_theta + by_top @ slopes, counting, normal
+
+    found, scores, counting, normals = _of_tile(study, marginal, arguments, data, seed, one)(index, top, slopes)
+    usable = counts & jnp.isfinite(found) & jnp.isfinite(scores).all(-1) & (counting > 0)
+    scores = jnp.where(usable[:, None], scores, 0.0)
+    found, counting = (jnp.where(usable, each, 0.0) for each in (found, counting))
     with jax.default_matmul_precision("float32"):
-        found = looked(values, index, data)
-        usable = counts & jnp.isfinite(found.evidence) & jnp.isfinite(found.score).all(-1) & (found.counting > 0)
-        scores = jnp.where(usable[:, None], found.score, 0.0)
-        evidence, counting = (jnp.where(usable, each, 0.0) for each in (found.evidence, found.counting))
-        return Look(evidence, scores.sum(0), scores.T @ scores, counting.sum()), found.top, found.normal
-
-
-class _Climb(NamedTuple):
-    """The way to where a member's posterior is highest: values, curvature, and the last step's length."""
-
-    values: Array
-    directions: Array
-    steepness: Array
-    steps: Array
-    last: Array
-
-
-def _look_at(
-    study: Study,
-    marginal: Marginal,
-    arguments: Any,
-    theta: Array,
-    key: PRNGKeyArray,
-    start: Array,
-    index: Array,
-    data: dict[str, Array],
-) -> Found:
-    def log_density(values: Array, theta: Array) -> Float[Array, ""]:
-        return _log_density(study, marginal, arguments, theta, values, index, data, key)
-
-    def far(state: _Climb) -> Array:
-        return (state.steps < MOST_CLIMBED) & (state.last > NEAR_TOP)
-
-    def climb(state: _Climb) -> _Climb:
-        def slope(values: Array) -> tuple[Array, Array]:
-            found = jax.grad(log_density)(values, theta)
-            return found, found
-
-        curvature, gradient = jax.jacfwd(slope, has_aux=True)(state.values)
-        steepness, directions = jnp.linalg.eigh(-curvature)
-        steepness = jnp.abs(steepness)
-        steepness = jnp.maximum(steepness, FLATTEST * steepness.max())
-        damped = directions.T @ gradient / (steepness + jnp.array(DAMPINGS)[:, None] * steepness.max())
-        tried = state.values + jnp.concatenate([jnp.zeros((1, damped.shape[1])), damped @ directions.T])
-        heights = jax.vmap(log_density, (0, None))(tried, theta)
-        # The whole step is taken unless it leads down by more than rounding.
-        heights = heights.at[1].add(ROUNDING * jnp.abs(heights[1]))
-        best = jnp.argmax(jnp.where(jnp.isfinite(heights), heights, -jnp.inf))
-        return _Climb(tried[best], directions, steepness, state.steps + 1, jnp.sqrt((damped[0] ** 2 * steepness).sum()))
-
-    # The curvature is that of the place before the last step, which was short.
-    nowhere = _Climb(start, jnp.eye(start.size), jnp.ones(start.size), jnp.zeros((), jnp.int32), jnp.full((), jnp.inf))
-    top, directions, steepness, _, last = jax.lax.while_loop(far, climb, nowhere)
-    noise, log_q = _noise(marginal.draws, top.size, jax.random.fold_in(jax.random.fold_in(key, 2**31), index))
-    offsets = noise / jnp.sqrt(steepness) @ directions.T
-
-    def evidence(top: Array, theta: Array) -> tuple[Array, Array]:
-        terms = jax.vmap(log_density, (0, None))(top + offsets, theta) - log_q
-        return jax.nn.logsumexp(terms) - jnp.log(marginal.draws) - 0.5 * jnp.log(steepness).sum(), terms
-
-    (found, terms), (by_top, by_theta) = jax.value_and_grad(evidence, (0, 1), has_aux=True)(top, theta)
-    # As theta moves, so does the top, at the rate that the implicit function theorem says.
-    mixed = jax.jacfwd(jax.grad(log_density, 1))(top, theta)
-    slopes = directions @ ((mixed @ directions).T / steepness[:, None])
-    weights = jax.nn.softmax(terms)
-    middle = weights @ offsets
-    # The curvature at the top says which way the posterior is long, the draws how wide it is in all.
-    width = (weights @ ((offsets - middle) @ directions) ** 2 * steepness).mean()
-    factor = jnp.linalg.cholesky(directions * (jnp.clip(width, *WIDTHS) / steepness) @ directions.T)
-    normal = jnp.concatenate([top + middle, factor.reshape(-1), slopes.reshape(-1)])
-    # Draws around a place that is not the top say nothing.
-    counting = jnp.where(last < LOST, 1 / (weights**2).sum() / marginal.draws, 0.0)
-    return Found(found, by_theta + by_top @ slopes, counting, top, normal)
+        return Look(found, scores.sum(0), scores.T @ scores, counting.sum()), normals
 
 
 def _noise(draws: int, size: int, key: PRNGKeyArray) -> tuple[Float[Array, "draw size"], Float[Array, " draw"]]:
@@ -266,7 +301,7 @@ def _chi_squares() -> Float[np.ndarray, " chance"]:
 
 @quick_jit(static_argnums=(0, 1))
 def look_outside(
-    study: Study, marginal: Marginal, arguments: Any, theta: Array, data: dict[str, Array], seed: Array
+    study: Study, marginal: Marginal, arguments: Any, data: dict[str, Array], seed: Array, theta: Array
 ) -> tuple[Array, Array, Array]:
     """The log prior outside of plates, and of data there are outside of plates; its gradient and curvature."""
     values = jnp.zeros(marginal.size(study.template))

@@ -187,6 +187,7 @@ class Fit(Posterior):
         num_particles: int = 2,
         num_draws: int = 128,
         inner_points: int = 1024,
+        family: Family | None = None,
         rng_key: int | PRNGKeyArray = 0,
         progress_bar: bool = True,
     ) -> Fit:
@@ -206,6 +207,8 @@ class Fit(Posterior):
             num_draws: draws of each member's latents, a power of two. Their noise moves the result by a part of its standard
                 deviation that does not fall with the number of members; polish twice with other keys to see which.
             inner_points: points of the prior over which latents further inside are averaged out, a power of two.
+            family: of the latents inside the outermost plate, which then are trained anew, such as
+                `pavi.PAVI(show_pull=True)`; by default they are trained on in that of this fit.
             rng_key: an int or a JAX key.
             progress_bar: show progress.
 
@@ -222,7 +225,7 @@ class Fit(Posterior):
             >>> bool(abs(tau[0] - 0.8) < 3 * tau[1])
             True
         """
-        how = Polish(steps, batch, num_particles, num_draws, inner_points)
+        how = Polish(steps, batch, num_particles, num_draws, inner_points, family)
         started = time.perf_counter()
         rows = self._trained.weights.rows.values()
         hosted = any(isinstance(each, np.ndarray) for each in rows)
@@ -239,6 +242,7 @@ class Polish(NamedTuple):
     num_particles: int = 2
     num_draws: int = 128
     inner_points: int = 1024
+    family: Family | None = None
 
     @classmethod
     def of(cls, told: bool | Mapping[str, Any]) -> Polish | None:
@@ -260,7 +264,7 @@ class Polisher:
     def __init__(
         self, study: Study, arguments: Any, observations: Observations, units: Units, setting: Setting, how: Polish
     ) -> None:
-        template, base = study.template, setting.family
+        template, base = study.template, setting.family if how.family is None else how.family
         base = base.base if isinstance(base, Polished) else base
         marginal = marginal_of(template, how.num_draws, how.inner_points)
         if isinstance(base, Joint):
@@ -282,12 +286,10 @@ class Polisher:
 
     def run(self, fit: Fit, started: float) -> Fit:
         """A polished fit. `started` is when its own seconds begin."""
-        template, weights, units = fit.template, fit._trained.weights, fit._units
-        if isinstance(fit.family, Polished):
-            weights = fit.family.strip(template, weights)
+        template, units = fit.template, fit._units
         center = fit._centers(tuple(outside(template)), {plate.name: np.zeros(1, np.int64) for plate in template.plates})
         normal = polish(self.members, center, units, self.progress_bar)
-        weights = self.family.add(weights, normal)
+        weights = self.family.add(self._first_weights(fit), normal)
         if self.refinement is None:
             return Fit(fit._outcome._replace(trained=Reading(self.family, weights)))
         steps = len(fit.history["step"]) if self.how.steps is None else self.how.steps
@@ -297,6 +299,17 @@ class Polisher:
             for name, new in outcome.history.items()
         }
         return Fit(outcome._replace(history=history))
+
+    def _first_weights(self, fit: Fit) -> Weights:
+        """Weights of the latents further inside to train on from: those of a fit, if they are of the same family."""
+        family, weights = fit.family, fit._trained.weights
+        if isinstance(family, Polished):
+            weights = family.strip(fit.template, weights)
+            family = family.base
+        if family == self.family.base:
+            return weights
+        rng = np.random.default_rng(self.members.seed)
+        return self.family.base.init(fit.template, rng, fit._observations.everything, frozenset())
 
 
 def _matched(old: Observations, new: Observations, plate: str, old_size: int, size: int) -> np.ndarray:

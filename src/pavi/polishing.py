@@ -16,6 +16,7 @@ import functools
 import math
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from pavi.branch import fixed_branch
 from pavi.cascade import Study
 from pavi.compiling import in_background
 from pavi.data import Observations
-from pavi.evidence import Look, look_at_tile, look_outside
+from pavi.evidence import Look, Top, climb_tile, lean_tile, look_outside, weigh_tile
 from pavi.families import Normal, Units, outside
 from pavi.inner import Marginal
 from pavi.planning import device_memory
@@ -79,13 +80,28 @@ class Members:
         self.values = np.tile(np.concatenate(start).astype(dtype), (self.count, 1))
         self.tile = int(np.clip(_budget() // self._numbers(), 1, self.count))
         self.normals: list[Array] = []
-        theta = jax.ShapeDtypeStruct((sum(site.size for site in template.latents if not site.level),), dtype)
-        everyone = np.zeros(self.tile, np.int64)
-        inside = (theta, self.values[everyone], everyone.astype(np.int32), everyone > 0, self._data(everyone), seed)
-        self._ready = [
-            in_background(look_at_tile, study, marginal, arguments, *inside),
-            in_background(look_outside, study, marginal, arguments, theta, self._data_of_first(), seed),
+        self._compiling = self._compile(sum(site.size for site in template.latents if not site.level))
+
+    def _compile(self, size: int) -> list[Future]:
+        """Compiles all that looks at members, side by side."""
+
+        def array(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, self.values.dtype)
+
+        tile, own, theta = self.tile, self.values.shape[1], array(size)
+        index = np.zeros(tile, np.int32)
+        top = Top(array(tile, own), array(tile, own, own), array(tile, own), array(tile))
+        start = self._start(index)
+        return [
+            in_background(climb_tile, *start, theta, index, array(tile, own)),
+            in_background(weigh_tile, *start, theta, index, top, array(tile, own, size), index > 0),
+            in_background(lean_tile, *start, theta, index, top),
+            in_background(look_outside, *self._start(None), theta),
         ]
+
+    def _start(self, index: np.ndarray | None) -> tuple[Any, ...]:
+        """The first arguments of what looks at some members; None for what is outside of plates."""
+        return self.study, self.marginal, self.arguments, self._data(index), self.seed
 
     def _numbers(self) -> int:
         """Numbers that are held while one member is looked at, about."""
@@ -124,42 +140,42 @@ class Members:
         return total
 
     def _tiles(self, theta: np.ndarray, members: np.ndarray) -> Iterator[tuple[np.ndarray, Look, Array, Array]]:
-        self._ready[0].result()
         place = jnp.asarray(theta, self.values.dtype)
+        for compiling in self._compiling:
+            compiling.result()
         for first in range(0, len(members), self.tile):
             chosen = members[first : first + self.tile]
-            index = np.pad(chosen, (0, self.tile - len(chosen)), mode="edge")
-            counts = np.arange(self.tile) < len(chosen)
-            shown = self.values[index], index.astype(np.int32), counts, self._data(index), self.seed
-            yield chosen, *look_at_tile(self.study, self.marginal, self.arguments, place, *shown)
+            index = np.pad(chosen, (0, self.tile - len(chosen)), mode="edge").astype(np.int32)
+            start, counts = (*self._start(index), place, index), np.arange(self.tile) < len(chosen)
+            top = climb_tile(*start, self.values[index])
+            look, normal = weigh_tile(*start, top, lean_tile(*start, top), counts)
+            yield chosen, look, top.values, normal
 
     def posteriors(self, moved: np.ndarray) -> Array:
         """Posteriors of all members, found in the last look, once what is outside of plates has moved on a little."""
         size = self.values.shape[1]
         return _moved(jnp.concatenate(self.normals), jnp.asarray(moved, self.values.dtype), size)
 
-    def _data(self, index: np.ndarray) -> dict[str, Any]:
-        template = self.study.template
-        indices = {p.name: index if p.name == self.marginal.plate else np.arange(p.size) for p in template.plates}
-        whole = frozenset(indices) - {self.marginal.plate}
+    def _data(self, index: np.ndarray | None) -> dict[str, Any]:
+        """The data of some members; None for the first, without the axis of its plate."""
+        template, plate = self.study.template, self.marginal.plate
+        some = np.zeros(1, np.int32) if index is None else index
+        indices = {p.name: some if p.name == plate else np.arange(p.size) for p in template.plates}
         branch = fixed_branch({name: jnp.asarray(each, jnp.int32) for name, each in indices.items()})
         stored = observed_data.stored_at(template, self.observations.stored, indices)
-        return {**observed_data.at_branch(template, self.observations.arrays, branch, whole), **stored}
-
-    def _data_of_first(self) -> dict[str, Any]:
-        """The data of the first member, without the axis of its plate."""
-        plate = self.marginal.plate
-        levels = {site.name: site.level for site in self.study.template.observed}
+        whole = frozenset(indices) - {plate}
+        found: dict[str, Any] = {**observed_data.at_branch(template, self.observations.arrays, branch, whole), **stored}
+        if index is not None:
+            return found
+        levels = {site.name: site.level for site in template.observed}
         return {
             name: jnp.take(each, 0, levels[name].index(plate)) if plate in levels[name] else each
-            for name, each in self._data(np.zeros(1, np.int64)).items()
+            for name, each in found.items()
         }
 
     def outside(self, theta: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         """What is outside of plates: its log-density, the gradient, and the information."""
-        self._ready[1].result()
-        place = jnp.asarray(theta, self.values.dtype)
-        found = look_outside(self.study, self.marginal, self.arguments, place, self._data_of_first(), self.seed)
+        found = look_outside(*self._start(None), jnp.asarray(theta, self.values.dtype))
         value, gradient, curvature = (np.asarray(each, np.float64) for each in found)
         return float(value), gradient, -curvature
 

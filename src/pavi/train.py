@@ -69,8 +69,8 @@ def run_chunk(
 
 @functools.cache
 def chunk_runner(quick: bool) -> Any:
-    """The compiled `run_chunk`, compiled quickly for a fit that will be short."""
-    options = quick_options() if quick else None
+    """The compiled `run_chunk`, compiled quickly for a fit that will be short; where steps are not much slower then."""
+    options = quick_options() if quick and jax.default_backend() == "cpu" else None
     return jax.jit(run_chunk, static_argnums=0, donate_argnums=2, compiler_options=options)
 
 
@@ -188,7 +188,7 @@ def best_start(
         return float(np.where(np.isfinite(last), last, -np.inf).mean()), tried, state
 
     # Starts are found while the steps are compiled. They need not have converged, nor all points be distinct.
-    with warnings.catch_warnings(), ThreadPoolExecutor(1) as pool:
+    with warnings.catch_warnings(), ThreadPoolExecutor(max(starts - 1, 1)) as pool:
         warnings.simplefilter("ignore", ConvergenceWarning)
         finding = [
             pool.submit(other_start, problem.study, inputs.arguments, observations.everything, draws, number)

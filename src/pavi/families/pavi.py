@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -132,11 +132,14 @@ class PAVI:
             return Units(*self.encodings.measure(template, data, arguments))
         return Units({}, {})
 
-    def encode(self, weights: Weights, units: Units, glimpse: Glimpse) -> tuple[Mapping[Level, Any], Mapping]:
+    def encode(
+        self, weights: Weights, units: Units, glimpse: Glimpse, centers: Sampler | None = None
+    ) -> tuple[Mapping[Level, Any], Mapping]:
+        """As in every family; `centers` puts latents where q centers them, if that is not this family's to say."""
         template = glimpse.study.template
         if self.show_pull:
-            shown = pulls(glimpse, units, weights.rows, self._centers(template, units, weights.shared))
-            return _beside(weights.rows, shown), {}
+            centers = self.centers(template, units, weights.shared) if centers is None else centers
+            return _beside(weights.rows, pulls(glimpse, units, weights.rows, centers)), {}
         if not isinstance(self.encodings, SetEncoder):
             return weights.rows, {}
         flat = weights.shared[self._layout(template).size :]
@@ -152,9 +155,7 @@ class PAVI:
     def settle(self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, weights: Weights) -> Reading:
         template = study.template
         if self.show_pull:
-            tile = partial(_pulls_of_tile, self, study, arguments, units, weights.shared)
-            shown = pulls_of_all(template, weights.rows, data, tile)
-            return Reading(self, weights._replace(rows=_beside(weights.rows, shown)))
+            return Reading(self, weights._replace(rows=rows_with_pulls(self, study, arguments, data, units, weights)))
         if not isinstance(self.encodings, SetEncoder):
             return Reading(self, weights)
         _refuse_stored(data)
@@ -196,7 +197,7 @@ class PAVI:
 
         return score
 
-    def _centers(self, template: Template, units: Units, shared: Array) -> Sampler:
+    def centers(self, template: Template, units: Units, shared: Array) -> Sampler:
         """A sampler that puts latents where q centers them, for those that are not shown a pull."""
         built = self._layout(template).fill(shared)
 
@@ -239,9 +240,30 @@ class PAVI:
         )
 
 
+class Centered(Protocol):
+    """A family that can say where q centers latents."""
+
+    def centers(self, template: Template, units: Units, shared: Array) -> Sampler: ...
+
+
+def rows_with_pulls(
+    family: Centered, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, weights: Weights
+) -> dict[Level, Any]:
+    """Rows of all members with what they are shown beside them, latents outside being where a family centers them."""
+    tile = partial(_pulls_of_tile, family, study, arguments, units, weights.shared)
+    return _beside(weights.rows, pulls_of_all(study.template, weights.rows, data, tile))
+
+
 @quick_jit(static_argnums=(0, 1))
 def _pulls_of_tile(
-    family: PAVI, study: Study, arguments: Any, units: Units, shared: Array | None, rows: dict, data: dict, indices: dict
+    family: Centered,
+    study: Study,
+    arguments: Any,
+    units: Units,
+    shared: Array | None,
+    rows: dict,
+    data: dict,
+    indices: dict,
 ) -> dict[Level, Array]:
     """What members are shown; without weights, with all latents outside at the centers of their units."""
     glimpse = Glimpse(study, arguments, fixed_branch(indices), data)
@@ -250,7 +272,7 @@ def _pulls_of_tile(
         center = jnp.asarray(units.center[site.name])
         return Draw(center, None, center)
 
-    return pulls(glimpse, units, rows, at_units if shared is None else family._centers(study.template, units, shared))
+    return pulls(glimpse, units, rows, at_units if shared is None else family.centers(study.template, units, shared))
 
 
 def _beside(rows: Mapping[Level, Any], shown: Mapping[Level, Any]) -> dict[Level, Any]:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from pavi.cascade import Draw, Sampler, Study
 from pavi.families.base import Family, Glimpse, Reading, Units, Weights
+from pavi.families.pavi import PAVI, rows_with_pulls
 from pavi.inner import Marginal
 from pavi.prior import Prior
 from pavi.template import Level, Site, Template
@@ -106,9 +107,34 @@ class Polished:
         return self.base.measure(template, data, arguments)
 
     def encode(self, weights: Weights, units: Units, glimpse: Glimpse) -> tuple[Mapping[Level, Any], Mapping]:
-        members = weights.memory[self._members]
-        encodings, memory = self.base.encode(self.strip(glimpse.study.template, weights), units, glimpse)
+        template, members = glimpse.study.template, weights.memory[self._members]
+        stripped = self.strip(template, weights)
+        if self._pulled is None:
+            encodings, memory = self.base.encode(stripped, units, glimpse)
+        else:
+            stripped = stripped._replace(rows={**stripped.rows, self._level: members})
+            encodings, memory = self._pulled.encode(stripped, units, glimpse, self.centers(template, units, weights.shared))
         return {**encodings, self._level: members}, {**memory, self._members: members}
+
+    def centers(self, template: Template, units: Units, shared: Array) -> Sampler:
+        """A sampler that puts latents outside of plates and those of the plate where they are centered."""
+        del units
+        mean, places = jax.lax.stop_gradient(_split(template, shared)[1]), outside(template)
+        own = self.marginal.latents(template)
+        starts = dict(zip([site.name for site in own], np.cumsum([0, *(site.size for site in own)]), strict=False))
+
+        def draw(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
+            del prior, given, key
+            start = starts.get(site.name)
+            center = mean[places[site.name]] if start is None else encoding[start : start + site.size]
+            return Draw(center, None, center)
+
+        return draw
+
+    @property
+    def _pulled(self) -> PAVI | None:
+        """The other family, if it shows which way data pull."""
+        return self.base if isinstance(self.base, PAVI) and self.base.show_pull else None
 
     def extend(
         self, weights: Weights, kept: Mapping[str, np.ndarray], template: Template, data: Mapping[str, Any]
@@ -120,7 +146,13 @@ class Polished:
 
     def settle(self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, weights: Weights) -> Reading:
         template, normal = study.template, self.normal(study.template, weights)
-        family, settled = self.base.settle(study, arguments, data, units, self.strip(template, weights))
+        stripped = self.strip(template, weights)
+        if self._pulled is None:
+            family, settled = self.base.settle(study, arguments, data, units, stripped)
+        else:
+            shown = weights._replace(rows={**stripped.rows, self._level: normal.members}, memory={})
+            rows = rows_with_pulls(self, study, arguments, data, units, shown)
+            family, settled = self.base, stripped._replace(rows=rows)
         found = Polished(family, self.marginal)
         rows = {**settled.rows, self._level: normal.members}
         return Reading(found, found.add(settled, normal)._replace(rows=rows, memory={}))
