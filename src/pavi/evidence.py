@@ -244,15 +244,14 @@ def weigh_tile(
     theta: Array,
     index: Array,
     top: Top,
-    slopes: Array,
     counts: Array,
 ) -> tuple[Look, Array]:
-    """Evidences of a tile of members, by draws around their tops; and their posteriors (`pavi.families.polished`).
+    """Evidences of a tile of members, by draws around their tops; and mean and factor of the covariance of each one's draws.
 
     Evidences are not summed: in all they may have more digits than a number has here.
     """
 
-    def one(log_density: Callable[..., Array], key: PRNGKeyArray, top: Top, slopes: Array) -> tuple[Array, ...]:
+    def one(log_density: Callable[..., Array], key: PRNGKeyArray, top: Top) -> tuple[Array, ...]:
         noise, log_q = _noise(marginal.draws, top.values.size, key)
         offsets = noise / jnp.sqrt(top.steepness) @ top.directions.T
 
@@ -261,17 +260,20 @@ def weigh_tile(
             return jax.nn.logsumexp(terms) - jnp.log(marginal.draws) - 0.5 * jnp.log(top.steepness).sum(), terms
 
         (found, terms), (by_top, by_theta) = jax.value_and_grad(evidence, (0, 1), has_aux=True)(top.values, theta)
+        # As theta moves, so does the top, at the rate that the implicit function theorem says.
+        along = top.directions @ (top.directions.T @ by_top / top.steepness)
+        by_moving = jax.grad(lambda theta: jax.jvp(lambda v: log_density(v, theta), (top.values,), (along,))[1])(theta)
         weights = jax.nn.softmax(terms)
         middle = weights @ offsets
         # The curvature at the top says which way the posterior is long, the draws how wide it is in all.
         width = (weights @ ((offsets - middle) @ top.directions) ** 2 * top.steepness).mean()
         factor = jnp.linalg.cholesky(top.directions * (jnp.clip(width, *WIDTHS) / top.steepness) @ top.directions.T)
-        normal = jnp.concatenate([top.values + middle, factor.reshape(-1), slopes.reshape(-1)])
+        normal = jnp.concatenate([top.values + middle, factor.reshape(-1)])
         # Draws around a place that is not the top say nothing.
         counting = jnp.where(top.last < LOST, 1 / (weights**2).sum() / marginal.draws, 0.0)
-        return found, by_theta + by_top @ slopes, counting, normal
+        return found, by_theta + by_moving, counting, normal
 
-    found, scores, counting, normals = _of_tile(study, marginal, arguments, data, seed, one)(index, top, slopes)
+    found, scores, counting, normals = _of_tile(study, marginal, arguments, data, seed, one)(index, top)
     usable = counts & jnp.isfinite(found) & jnp.isfinite(scores).all(-1) & (counting > 0)
     scores = jnp.where(usable[:, None], scores, 0.0)
     found, counting = (jnp.where(usable, each, 0.0) for each in (found, counting))

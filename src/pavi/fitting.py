@@ -176,7 +176,7 @@ class Fit(Posterior):
         mean = np.asarray(normal.mean)
         members = Members(study, family.marginal, arguments, observations, self._units, seed_of(0))
         members.look(mean, np.arange(members.count))
-        found = members.posteriors(np.zeros_like(mean))
+        found = members.posteriors(mean, np.zeros_like(mean))
         return family.add(family.strip(study.template, weights), normal._replace(members=found))
 
     def polish(

@@ -12,7 +12,6 @@ mean, which moves with the latents outside of plates.
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Iterator
@@ -79,7 +78,7 @@ class Members:
         start = [np.ravel(units.center[site.name]) for site in marginal.latents(template)]
         self.values = np.tile(np.concatenate(start).astype(dtype), (self.count, 1))
         self.tile = int(np.clip(_budget() // self._numbers(), 1, self.count))
-        self.normals: list[Array] = []
+        self.found: list[tuple[np.ndarray, Top, Array]] = []
         self._compiling = self._compile(sum(site.size for site in template.latents if not site.level))
 
     def _compile(self, size: int) -> list[Future]:
@@ -91,17 +90,20 @@ class Members:
         tile, own, theta = self.tile, self.values.shape[1], array(size)
         index = np.zeros(tile, np.int32)
         top = Top(array(tile, own), array(tile, own, own), array(tile, own), array(tile))
-        start = self._start(index)
+        # Nothing is read here: what is waited for now, the fit would wait for.
+        inside, outside = (jax.eval_shape(lambda i=i: self._data(i)) for i in (index, None))
+        start, rest = (self.study, self.marginal, self.arguments), (self.seed, theta)
         return [
-            in_background(climb_tile, *start, theta, index, array(tile, own)),
-            in_background(weigh_tile, *start, theta, index, top, array(tile, own, size), index > 0),
-            in_background(lean_tile, *start, theta, index, top),
-            in_background(look_outside, *self._start(None), theta),
+            in_background(climb_tile, *start, inside, *rest, index, array(tile, own)),
+            in_background(weigh_tile, *start, inside, *rest, index, top, index > 0),
+            in_background(look_outside, *start, outside, *rest),
+            in_background(lean_tile, *start, inside, *rest, index, top),
         ]
 
-    def _start(self, index: np.ndarray | None) -> tuple[Any, ...]:
+    def _start(self, index: np.ndarray | None, theta: np.ndarray) -> tuple[Any, ...]:
         """The first arguments of what looks at some members; None for what is outside of plates."""
-        return self.study, self.marginal, self.arguments, self._data(index), self.seed
+        place = jnp.asarray(theta, self.values.dtype)
+        return self.study, self.marginal, self.arguments, self._data(index), self.seed, place
 
     def _numbers(self) -> int:
         """Numbers that are held while one member is looked at, about."""
@@ -124,37 +126,43 @@ class Members:
         return data + LAYERS * draws * held
 
     def look(self, theta: np.ndarray, members: np.ndarray, bar: tqdm | None = None) -> Look:
-        """Looks at some members; if at all, keeps their posteriors."""
-        total, normals = None, []
-        for chosen, look, values, normal in one_ahead(self._tiles(theta, members)):
-            self.values[chosen] = np.asarray(values)[: len(chosen)]
+        """Looks at some members; if at all, remembers their posteriors."""
+        total, found = None, []
+        for chosen, index, look, top, normal in one_ahead(self._tiles(theta, members)):
+            self.values[chosen] = np.asarray(top.values)[: len(chosen)]
             look = Look(*(np.asarray(each, np.float64) for each in look))
             look = look._replace(evidence=look.evidence.sum())
             total = look if total is None else total.plus(look)
             if len(members) == self.count:
-                normals.append(normal[: len(chosen)])
+                found.append((index, top, normal))
             if bar is not None:
                 bar.update(len(chosen))
         assert total is not None
-        self.normals = normals
+        self.found = found
         return total
 
-    def _tiles(self, theta: np.ndarray, members: np.ndarray) -> Iterator[tuple[np.ndarray, Look, Array, Array]]:
-        place = jnp.asarray(theta, self.values.dtype)
-        for compiling in self._compiling:
+    def _tiles(self, theta: np.ndarray, members: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, Look, Top, Array]]:
+        for compiling in self._compiling[:2]:
             compiling.result()
         for first in range(0, len(members), self.tile):
             chosen = members[first : first + self.tile]
             index = np.pad(chosen, (0, self.tile - len(chosen)), mode="edge").astype(np.int32)
-            start, counts = (*self._start(index), place, index), np.arange(self.tile) < len(chosen)
+            start = (*self._start(index, theta), index)
             top = climb_tile(*start, self.values[index])
-            look, normal = weigh_tile(*start, top, lean_tile(*start, top), counts)
-            yield chosen, look, top.values, normal
+            look, normal = weigh_tile(*start, top, np.arange(self.tile) < len(chosen))
+            yield chosen, index, look, top, normal
 
-    def posteriors(self, moved: np.ndarray) -> Array:
-        """Posteriors of all members, found in the last look, once what is outside of plates has moved on a little."""
-        size = self.values.shape[1]
-        return _moved(jnp.concatenate(self.normals), jnp.asarray(moved, self.values.dtype), size)
+    def posteriors(self, theta: np.ndarray, moved: np.ndarray) -> Array:
+        """Posteriors of all members, which were last looked at with theta, once that has moved on a little.
+
+        Numbers of each as in `pavi.families.polished`.
+        """
+        self._compiling[3].result()
+        step = jnp.asarray(moved, self.values.dtype)
+        parts = [
+            _moved(normal, lean_tile(*self._start(index, theta), index, top), step) for index, top, normal in self.found
+        ]
+        return jnp.concatenate(parts)[: self.count]
 
     def _data(self, index: np.ndarray | None) -> dict[str, Any]:
         """The data of some members; None for the first, without the axis of its plate."""
@@ -175,15 +183,20 @@ class Members:
 
     def outside(self, theta: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         """What is outside of plates: its log-density, the gradient, and the information."""
-        found = look_outside(*self._start(None), jnp.asarray(theta, self.values.dtype))
+        self._compiling[2].result()
+        found = look_outside(*self._start(None, theta))
         value, gradient, curvature = (np.asarray(each, np.float64) for each in found)
         return float(value), gradient, -curvature
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _moved(normals: Float[Array, "member numbers"], moved: Float[Array, " size"], size: int) -> Array:
-    slopes = normals[:, size * (1 + size) :].reshape(len(normals), size, -1)
-    return normals.at[:, :size].add(jnp.matmul(slopes, moved, precision="highest"))
+@jax.jit
+def _moved(
+    normal: Float[Array, "member numbers"], slopes: Float[Array, "member own size"], step: Float[Array, " size"]
+) -> Array:
+    """Posteriors of members, their means moved along with a step of what is outside of plates."""
+    members, own, _ = slopes.shape
+    moved = normal.at[:, :own].add(jnp.matmul(slopes, step, precision="highest"))
+    return jnp.concatenate([moved, slopes.reshape(members, -1)], 1)
 
 
 def _budget() -> int:
@@ -256,7 +269,7 @@ class _Search:
                 "that what polishing says may be off. Raise `num_draws`, or keep to the fit as it was.",
                 stacklevel=4,
             )
-        return Normal(here.theta + step, np.linalg.cholesky(here.covariance), self.members.posteriors(step))
+        return Normal(here.theta + step, np.linalg.cholesky(here.covariance), self.members.posteriors(here.theta, step))
 
     def _first(self, theta: np.ndarray) -> _Newton:
         """Where the search begins: where the fit is, but for sites that the evidence would rather have at their start.

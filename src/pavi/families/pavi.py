@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -240,6 +240,7 @@ class PAVI:
         )
 
 
+@runtime_checkable
 class Centered(Protocol):
     """A family that can say where q centers latents."""
 
