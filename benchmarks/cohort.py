@@ -6,12 +6,12 @@
     python benchmarks/cohort.py --growth         # step time and accuracy from 10 to 1,000 subjects
     python benchmarks/cohort.py --memory         # the plan against the peak, the bytes of a step against a copy
     python benchmarks/cohort.py --relaxed        # the paper's form: labels relaxed, its flows and its batch
-    python benchmarks/cohort.py --pull           # flows are shown which way the data of a subject's vertex pull
-    python benchmarks/cohort.py --polish 4000    # then polish, and train subjects and vertices on for so many steps
+    python benchmarks/cohort.py --polish 0       # trained only; at full size fits are polished by default
 
 The model is `pavi.models.parcellation`, labels summed out unless `--relaxed`. Two settings: prior scales as in the paper,
 and a hard one with smaller ones, in model and simulation alike, in which even the labels one would give knowing the true
-fingerprints, scales and population logits are wrong for one vertex in ten; their accuracy is `best`.
+fingerprints, scales and population logits are wrong for one vertex in ten; their accuracy is `best`. A polished fit trains
+for a few steps, polishes, and trains the subjects' logits on for the steps of the table.
 """
 
 from __future__ import annotations
@@ -105,20 +105,16 @@ def timed_fit(model: Any, x: Any, **settings: Any) -> tuple[pavi.Fit, float]:
     return fit, time.perf_counter() - started
 
 
-def timed_polish(fit: pavi.Fit, arguments: argparse.Namespace) -> tuple[pavi.Fit, float]:
-    started = time.perf_counter()
-    sizes = {plate.name: plate.size for plate in fit.template.plates}
-    batch = {"subject": sizes["subject"], "vertex": min(arguments.polish_vertices, sizes["vertex"])}
-    settings = {"num_draws": arguments.draws, "inner_points": arguments.points, "progress_bar": False}
-    polished = fit.polish(arguments.polish, batch=batch, **settings)
-    jax.block_until_ready(polished._weights.shared)
-    return polished, time.perf_counter() - started
+def polishing(arguments: argparse.Namespace, steps: int) -> dict[str, Any]:
+    """How fits are polished: subjects' logits are trained anew, shown which way their data pull."""
+    points = {"num_draws": arguments.draws, "inner_points": arguments.points}
+    return {"steps": steps, "family": PULLED, "num_particles": arguments.particles, **points}
 
 
-def print_row(name: str, seed: int, fit: pavi.Fit, seconds: float, first: float, found: Verdict, best: float) -> None:
+def print_row(name: str, seed: int, fit: pavi.Fit, seconds: float, found: Verdict, best: float) -> None:
     print(
         f"| {name} | {seed} | {fit.template.num_latents:,} | {len(fit.history['step']):,} | {seconds:.1f} "
-        f"| {first:.1f} | {found.right:.4f} | {best:.4f} | {found.lowest:.4f} | "
+        f"| {fit.history['seconds'][0]:.1f} | {found.right:.4f} | {best:.4f} | {found.lowest:.4f} | "
         + " | ".join(f"{share:.3f}" for share in found.covered.values())
         + " |",
         flush=True,
@@ -134,8 +130,7 @@ def run(arguments: argparse.Namespace, names: list[str]) -> None:
     batch = {"subject": min(arguments.batch[0], subjects), "vertex": min(arguments.batch[1], vertices)}
     if arguments.relaxed:
         batch["session"] = 1
-    family = PAPER if arguments.relaxed else PULLED if arguments.pull else FAMILY
-    settings = {"family": family, "batch": batch, "num_particles": arguments.particles}
+    settings = {"family": PAPER if arguments.relaxed else FAMILY, "batch": batch, "num_particles": arguments.particles}
     print(f"{jax.devices()[0].device_kind}, labels {form}, {subjects:,} subjects, {vertices:,} vertices, {batch} per step\n")
     columns = ["setting", "seed", "latents", "steps", "seconds", "before the first step", "accuracy", "best", "lowest r"]
     columns += [f"{name} covered" for name in ("mu", "kappa", "gamma", "population logits")]
@@ -149,19 +144,14 @@ def run(arguments: argparse.Namespace, names: list[str]) -> None:
             best = share_right(best_labels(cohort, evaluated), cohort, evaluated)
             x = cohort.x.transpose(0, 2, 1, 3) if arguments.relaxed else cohort.x
             for steps in arguments.steps:
-                fit, seconds = timed_fit(model, x, steps=steps, rng_key=seed, **settings)
-                found = judge(fit, cohort, evaluated)
-                reached.setdefault(name, []).append((found.right / best, seconds))
-                print_row(name, seed, fit, seconds, fit.history["seconds"][0], found, best)
-                gammas.append((name, seed, steps, found.gamma))
+                kind, more = name, {"steps": steps}
                 if arguments.polish:
-                    polished, more = timed_polish(fit, arguments)
-                    found = judge(polished, cohort, evaluated)
-                    # In place of the seconds before the first step, those from polishing to the first step after it.
-                    waited = polished.history["seconds"][steps] - polished.history["seconds"][steps - 1]
-                    print_row(f"{name}, polished", seed, polished, seconds + more, waited, found, best)
-                    gammas.append((f"{name}, polished", seed, steps, found.gamma))
-                    del polished
+                    kind, more = f"{name}, polished", {"steps": arguments.polish, "polish": polishing(arguments, steps)}
+                fit, seconds = timed_fit(model, x, rng_key=seed, **settings, **more)
+                found = judge(fit, cohort, evaluated)
+                reached.setdefault(kind, []).append((found.right / best, seconds))
+                print_row(kind, seed, fit, seconds, found, best)
+                gammas.append((kind, seed, steps, found.gamma))
                 del fit
             del cohort, x
     print("\n| setting | seconds to 90% of the best accuracy | to 99% | to 99.8% |\n|---|---|---|---|")
@@ -235,16 +225,15 @@ def main() -> None:
     parser.add_argument("--only", choices=list(SETTINGS))
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--relaxed", action="store_true")
-    parser.add_argument("--pull", action="store_true")
-    parser.add_argument("--polish", type=int, default=0, help="polish, and train on for so many steps; 0 for no polishing")
-    parser.add_argument("--polish-vertices", type=int, help="vertices per such step, of all subjects: 256, or 64 for a part")
+    parser.add_argument("--polish", type=int, help="steps before polishing; 200, or for a part of the study 0: no polishing")
     parser.add_argument("--draws", type=int, default=32, help="draws of vertices' logits in polishing")
     parser.add_argument("--points", type=int, default=1024, help="points that subjects' logits are averaged out over")
     parser.add_argument("--memory", action="store_true")
     arguments = parser.parse_args()
     arguments.steps = arguments.steps or ([4000] if arguments.size == 1 else [1000])
     arguments.batch = arguments.batch or ([125, 512] if arguments.size == 1 else [50, 128])
-    arguments.polish_vertices = arguments.polish_vertices or (256 if arguments.size == 1 else 64)
+    if arguments.polish is None:
+        arguments.polish = 200 if arguments.size == 1 and not arguments.relaxed else 0
     if arguments.growth:
         growth(arguments)
     elif arguments.memory:

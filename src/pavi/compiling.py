@@ -8,22 +8,26 @@ a GPU the trying out of many ways to multiply matrices. Long fits get the full e
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 
-_QUICK: dict[str, dict[str, Any]] = {
-    "cpu": {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False},
-    "gpu": {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
+_QUICK: dict[tuple[str, bool], dict[str, Any]] = {
+    ("cpu", False): {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False},
+    ("gpu", False): {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
+    # The many small products of a training step are far slower without Triton.
+    ("gpu", True): {"xla_gpu_autotune_level": 0},
 }
 
 
 @functools.cache
-def quick_options() -> dict[str, Any] | None:
-    """Compiler options for quick compilation; None where this XLA does not know them."""
-    options = _QUICK.get(jax.default_backend())
+def quick_options(steps: bool = False) -> dict[str, Any] | None:
+    """Compiler options for quick compilation, of training `steps` or else; None where this XLA does not know them."""
+    backend = jax.default_backend()
+    options = _QUICK.get((backend, steps), _QUICK.get((backend, False)))
     if options is None:
         return None
     try:
@@ -54,9 +58,29 @@ def quick_jit(static_argnums: tuple[int, ...]) -> Callable[[Callable], QuickJit]
     return lambda function: QuickJit(function, static_argnums)
 
 
+@functools.cache
+def _tracing() -> ThreadPoolExecutor:
+    """The thread in which functions are traced one after the other: Python runs one at a time anyway."""
+    return ThreadPoolExecutor(1)
+
+
 def in_background(function: Any, *args: Any) -> Future:
-    """Compiles a jitted function for arguments like these, in a thread; later calls then find it compiled."""
-    pool = ThreadPoolExecutor(1)
-    compiling = pool.submit(lambda: function.lower(*args).compile())
-    pool.shutdown(wait=False)
-    return compiling
+    """Compiles a jitted function for arguments like these; later calls then find it compiled.
+
+    Functions are traced in the order in which they come, and compiled side by side.
+    """
+    compiled: Future = Future()
+
+    def attempt(step: Callable[[], Any]) -> None:
+        try:
+            step()
+        except BaseException as error:
+            compiled.set_exception(error)
+
+    def trace() -> None:
+        lowered = function.lower(*args)
+        finish = functools.partial(attempt, lambda: compiled.set_result(lowered.compile()))
+        threading.Thread(target=finish).start()
+
+    _tracing().submit(attempt, trace)
+    return compiled

@@ -34,7 +34,7 @@ from pavi.template import Kind, Level, Site, Template
 
 # Newton steps to where a member's posterior is highest: the last is shorter than this, in standard deviations of that
 # posterior, and there are at most so many. A member is lost where the last is longer than this.
-NEAR_TOP, MOST_CLIMBED, LOST = 0.1, 30, 1.0
+NEAR_TOP, MOST_CLIMBED, LOST = 0.02, 30, 1.0
 # What is added to all curvatures, relative to the steepest: where one is next to none, a Newton step would lead far away.
 DAMPINGS = (0.0, 0.01, 0.1, 1.0)
 # The part of a log-density that may be rounding.
@@ -223,15 +223,35 @@ def lean_tile(
     seed: Array,
     theta: Array,
     index: Array,
-    top: Top,
-) -> Float[Array, "member own size"]:
-    """How the tops of a tile of members move with theta, as the implicit function theorem says."""
+    top: Array,
+    along: Array,
+) -> Float[Array, "member size"]:
+    """How the tops of a tile of members move with theta, along a direction for each, times the curvature.
 
-    def one(log_density: Callable[..., Array], key: PRNGKeyArray, top: Top) -> Array:
-        mixed = jax.jacfwd(jax.grad(log_density, 1))(top.values, theta)
-        return top.directions @ ((mixed @ top.directions).T / top.steepness[:, None])
+    This is what the implicit function theorem says of them.
+    """
 
-    return _of_tile(study, marginal, arguments, data, seed, one)(index, top)
+    def one(log_density: Callable[..., Array], key: PRNGKeyArray, top: Array, along: Array) -> Array:
+        def slope(theta: Array) -> Array:
+            return jax.jvp(lambda values: log_density(values, theta), (top,), (along,))[1]
+
+        return jax.grad(slope)(theta)
+
+    return _of_tile(study, marginal, arguments, data, seed, one)(index, top, along)
+
+
+class Weighed(NamedTuple):
+    """What draws around their tops say of a tile of members.
+
+    Log evidences; their gradients as long as tops stay, and the directions that tops would have to move in for the rest of
+    them; which part of the draws counts; and mean and factor of the covariance of each one's posterior.
+    """
+
+    evidence: Any
+    staying: Any
+    along: Any
+    counting: Any
+    normal: Any
 
 
 @quick_jit(static_argnums=(0, 1))
@@ -244,14 +264,10 @@ def weigh_tile(
     theta: Array,
     index: Array,
     top: Top,
-    counts: Array,
-) -> tuple[Look, Array]:
-    """Evidences of a tile of members, by draws around their tops; and mean and factor of the covariance of each one's draws.
+) -> Weighed:
+    """Evidences of a tile of members, by draws around their tops."""
 
-    Evidences are not summed: in all they may have more digits than a number has here.
-    """
-
-    def one(log_density: Callable[..., Array], key: PRNGKeyArray, top: Top) -> tuple[Array, ...]:
+    def one(log_density: Callable[..., Array], key: PRNGKeyArray, top: Top) -> Weighed:
         noise, log_q = _noise(marginal.draws, top.values.size, key)
         offsets = noise / jnp.sqrt(top.steepness) @ top.directions.T
 
@@ -260,25 +276,39 @@ def weigh_tile(
             return jax.nn.logsumexp(terms) - jnp.log(marginal.draws) - 0.5 * jnp.log(top.steepness).sum(), terms
 
         (found, terms), (by_top, by_theta) = jax.value_and_grad(evidence, (0, 1), has_aux=True)(top.values, theta)
-        # As theta moves, so does the top, at the rate that the implicit function theorem says.
-        along = top.directions @ (top.directions.T @ by_top / top.steepness)
-        by_moving = jax.grad(lambda theta: jax.jvp(lambda v: log_density(v, theta), (top.values,), (along,))[1])(theta)
         weights = jax.nn.softmax(terms)
         middle = weights @ offsets
         # The curvature at the top says which way the posterior is long, the draws how wide it is in all.
         width = (weights @ ((offsets - middle) @ top.directions) ** 2 * top.steepness).mean()
         factor = jnp.linalg.cholesky(top.directions * (jnp.clip(width, *WIDTHS) / top.steepness) @ top.directions.T)
-        normal = jnp.concatenate([top.values + middle, factor.reshape(-1)])
         # Draws around a place that is not the top say nothing.
         counting = jnp.where(top.last < LOST, 1 / (weights**2).sum() / marginal.draws, 0.0)
-        return found, by_theta + by_moving, counting, normal
+        along = top.directions @ (top.directions.T @ by_top / top.steepness)
+        return Weighed(found, by_theta, along, counting, jnp.concatenate([top.values + middle, factor.reshape(-1)]))
 
-    found, scores, counting, normals = _of_tile(study, marginal, arguments, data, seed, one)(index, top)
-    usable = counts & jnp.isfinite(found) & jnp.isfinite(scores).all(-1) & (counting > 0)
+    return _of_tile(study, marginal, arguments, data, seed, one)(index, top)
+
+
+@jax.jit
+def sum_tile(weighed: Weighed, moving: Array, counts: Array) -> Look:
+    """Sums over the members of a tile that count; but evidences, which in all may have more digits than a number here."""
+    scores = weighed.staying + moving
+    usable = counts & jnp.isfinite(weighed.evidence) & jnp.isfinite(scores).all(-1) & (weighed.counting > 0)
     scores = jnp.where(usable[:, None], scores, 0.0)
-    found, counting = (jnp.where(usable, each, 0.0) for each in (found, counting))
-    with jax.default_matmul_precision("float32"):
-        return Look(found, scores.sum(0), scores.T @ scores, counting.sum()), normals
+    evidence, counting = (jnp.where(usable, each, 0.0) for each in (weighed.evidence, weighed.counting))
+    return Look(evidence, scores.sum(0), jnp.matmul(scores.T, scores, precision="highest"), counting.sum())
+
+
+@jax.jit
+def normals_of_tile(weighed: Weighed, top: Top, mixed: Array, step: Array) -> Array:
+    """Posteriors of a tile of members (`pavi.families.polished`), after a step of theta.
+
+    Args:
+        mixed: what `lean_tile` says of each of their numbers, in an axis in front.
+    """
+    slopes = jnp.einsum("mik,mk,mjk,jms->mis", top.directions, 1 / top.steepness, top.directions, mixed, precision="highest")
+    mean = jnp.matmul(slopes, step, precision="highest")
+    return jnp.concatenate([weighed.normal.at[:, : mean.shape[1]].add(mean), slopes.reshape(len(mean), -1)], 1)
 
 
 def _noise(draws: int, size: int, key: PRNGKeyArray) -> tuple[Float[Array, "draw size"], Float[Array, " draw"]]:

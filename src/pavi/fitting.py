@@ -289,6 +289,8 @@ class Polisher:
         template, units = fit.template, fit._units
         center = fit._centers(tuple(outside(template)), {plate.name: np.zeros(1, np.int64) for plate in template.plates})
         normal = polish(self.members, center, units, self.progress_bar)
+        if normal is None:
+            return fit
         weights = self.family.add(self._first_weights(fit), normal)
         if self.refinement is None:
             return Fit(fit._outcome._replace(trained=Reading(self.family, weights)))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 from tqdm.auto import tqdm
 
 from pavi import data as observed_data
@@ -29,7 +29,17 @@ from pavi.branch import fixed_branch
 from pavi.cascade import Study
 from pavi.compiling import in_background
 from pavi.data import Observations
-from pavi.evidence import Look, Top, climb_tile, lean_tile, look_outside, weigh_tile
+from pavi.evidence import (
+    Look,
+    Top,
+    Weighed,
+    climb_tile,
+    lean_tile,
+    look_outside,
+    normals_of_tile,
+    sum_tile,
+    weigh_tile,
+)
 from pavi.families import Normal, Units, outside
 from pavi.inner import Marginal
 from pavi.planning import device_memory
@@ -49,7 +59,7 @@ MOST_ROUNDS = 30
 # Times that a step is shortened at most where the last one turned out too long.
 MOST_STEEPER = 4.0
 # Draws that count, of those made, below which a member's posterior is too far from what they are drawn from.
-FEWEST_COUNTING = 0.3
+FEWEST_COUNTING = 0.5
 # Numbers that are held for each number of a draw.
 LAYERS = 4
 # Numbers that a tile may hold on a CPU; on an accelerator at most so many, and at most this part of its free memory.
@@ -78,7 +88,7 @@ class Members:
         start = [np.ravel(units.center[site.name]) for site in marginal.latents(template)]
         self.values = np.tile(np.concatenate(start).astype(dtype), (self.count, 1))
         self.tile = int(np.clip(_budget() // self._numbers(), 1, self.count))
-        self.found: list[tuple[np.ndarray, Top, Array]] = []
+        self.found: list[tuple[np.ndarray, Top, Weighed]] = []
         self._compiling = self._compile(sum(site.size for site in template.latents if not site.level))
 
     def _compile(self, size: int) -> list[Future]:
@@ -95,9 +105,9 @@ class Members:
         start, rest = (self.study, self.marginal, self.arguments), (self.seed, theta)
         return [
             in_background(climb_tile, *start, inside, *rest, index, array(tile, own)),
-            in_background(weigh_tile, *start, inside, *rest, index, top, index > 0),
+            in_background(weigh_tile, *start, inside, *rest, index, top),
+            in_background(lean_tile, *start, inside, *rest, index, top.values, top.values),
             in_background(look_outside, *start, outside, *rest),
-            in_background(lean_tile, *start, inside, *rest, index, top),
         ]
 
     def _start(self, index: np.ndarray | None, theta: np.ndarray) -> tuple[Any, ...]:
@@ -128,41 +138,45 @@ class Members:
     def look(self, theta: np.ndarray, members: np.ndarray, bar: tqdm | None = None) -> Look:
         """Looks at some members; if at all, remembers their posteriors."""
         total, found = None, []
-        for chosen, index, look, top, normal in one_ahead(self._tiles(theta, members)):
+        for chosen, look, top, weighed in one_ahead(self._tiles(theta, members)):
             self.values[chosen] = np.asarray(top.values)[: len(chosen)]
             look = Look(*(np.asarray(each, np.float64) for each in look))
             look = look._replace(evidence=look.evidence.sum())
             total = look if total is None else total.plus(look)
             if len(members) == self.count:
-                found.append((index, top, normal))
+                found.append((_filled(chosen, self.tile), top, weighed))
             if bar is not None:
                 bar.update(len(chosen))
         assert total is not None
         self.found = found
         return total
 
-    def _tiles(self, theta: np.ndarray, members: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, Look, Top, Array]]:
-        for compiling in self._compiling[:2]:
-            compiling.result()
+    def _tiles(self, theta: np.ndarray, members: np.ndarray) -> Iterator[tuple[np.ndarray, Look, Top, Weighed]]:
+        self._wait()
         for first in range(0, len(members), self.tile):
             chosen = members[first : first + self.tile]
-            index = np.pad(chosen, (0, self.tile - len(chosen)), mode="edge").astype(np.int32)
+            index = _filled(chosen, self.tile)
             start = (*self._start(index, theta), index)
             top = climb_tile(*start, self.values[index])
-            look, normal = weigh_tile(*start, top, np.arange(self.tile) < len(chosen))
-            yield chosen, index, look, top, normal
+            weighed = weigh_tile(*start, top)
+            moving = lean_tile(*start, top.values, weighed.along)
+            yield chosen, sum_tile(weighed, moving, np.arange(self.tile) < len(chosen)), top, weighed
 
     def posteriors(self, theta: np.ndarray, moved: np.ndarray) -> Array:
         """Posteriors of all members, which were last looked at with theta, once that has moved on a little.
 
         Numbers of each as in `pavi.families.polished`.
         """
-        self._compiling[3].result()
-        step = jnp.asarray(moved, self.values.dtype)
-        parts = [
-            _moved(normal, lean_tile(*self._start(index, theta), index, top), step) for index, top, normal in self.found
-        ]
+        step, parts = jnp.asarray(moved, self.values.dtype), []
+        for index, top, weighed in self.found:
+            start = (*self._start(index, theta), index, top.values)
+            mixed = [lean_tile(*start, jnp.broadcast_to(unit, top.values.shape)) for unit in jnp.eye(top.values.shape[1])]
+            parts.append(normals_of_tile(weighed, top, jnp.stack(mixed), step))
         return jnp.concatenate(parts)[: self.count]
+
+    def _wait(self) -> None:
+        for compiling in self._compiling:
+            compiling.result()
 
     def _data(self, index: np.ndarray | None) -> dict[str, Any]:
         """The data of some members; None for the first, without the axis of its plate."""
@@ -183,20 +197,15 @@ class Members:
 
     def outside(self, theta: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         """What is outside of plates: its log-density, the gradient, and the information."""
-        self._compiling[2].result()
+        self._wait()
         found = look_outside(*self._start(None, theta))
         value, gradient, curvature = (np.asarray(each, np.float64) for each in found)
         return float(value), gradient, -curvature
 
 
-@jax.jit
-def _moved(
-    normal: Float[Array, "member numbers"], slopes: Float[Array, "member own size"], step: Float[Array, " size"]
-) -> Array:
-    """Posteriors of members, their means moved along with a step of what is outside of plates."""
-    members, own, _ = slopes.shape
-    moved = normal.at[:, :own].add(jnp.matmul(slopes, step, precision="highest"))
-    return jnp.concatenate([moved, slopes.reshape(members, -1)], 1)
+def _filled(chosen: np.ndarray, tile: int) -> np.ndarray:
+    """Indices of members, and of the last of them again until a tile is full."""
+    return np.pad(chosen, (0, tile - len(chosen)), mode="edge").astype(np.int32)
 
 
 def _budget() -> int:
@@ -212,8 +221,10 @@ def _without(level: Level, plate: str) -> Level:
     return tuple(each for each in level if each != plate)
 
 
-def polish(members: Members, theta: np.ndarray, units: Units, progress_bar: bool) -> Normal:
+def polish(members: Members, theta: np.ndarray, units: Units, progress_bar: bool) -> Normal | None:
     """The posterior of what is outside of plates, and of the members' latents, as normal distributions.
+
+    None, with a warning, where members' posteriors are too far from normal for that.
 
     Args:
         theta: where to start.
@@ -236,7 +247,7 @@ class _Search:
         self.order = np.random.default_rng(0).permutation(members.count)
         self.looked_at = min(max(FIRST_MEMBERS * len(self.center), FIRST_IN_ALL), members.count)
 
-    def run(self, theta: np.ndarray) -> Normal:
+    def run(self, theta: np.ndarray) -> Normal | None:
         here = self._first(theta.astype(np.float64))
         last: _Newton | None = None
         for _ in range(MOST_ROUNDS):
@@ -265,10 +276,12 @@ class _Search:
             here = self._at(here.theta)
         if here.counting < FEWEST_COUNTING:
             warnings.warn(
-                f"Only {here.counting:.0%} of the draws of members' latents count: their posteriors are far from normal, so "
-                "that what polishing says may be off. Raise `num_draws`, or keep to the fit as it was.",
+                f"Only {here.counting:.0%} of the draws of members' latents count: their posteriors are too far from normal "
+                "for polishing, and the fit stays as it was. Train it longer instead, with `inner_points` if there are "
+                "latents further inside.",
                 stacklevel=4,
             )
+            return None
         return Normal(here.theta + step, np.linalg.cholesky(here.covariance), self.members.posteriors(here.theta, step))
 
     def _first(self, theta: np.ndarray) -> _Newton:

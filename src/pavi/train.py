@@ -69,8 +69,8 @@ def run_chunk(
 
 @functools.cache
 def chunk_runner(quick: bool) -> Any:
-    """The compiled `run_chunk`, compiled quickly for a fit that will be short; where steps are not much slower then."""
-    options = quick_options() if quick and jax.default_backend() == "cpu" else None
+    """The compiled `run_chunk`, compiled quickly for a fit that will be short."""
+    options = quick_options(steps=True) if quick else None
     return jax.jit(run_chunk, static_argnums=0, donate_argnums=2, compiler_options=options)
 
 
