@@ -51,8 +51,9 @@ FIRST_MEMBERS, FIRST_IN_ALL, MORE_MEMBERS = 10, 1000, 4
 # In standard deviations of the posterior: the last step is shorter than this, and the last on some of the members.
 SETTLED, NEAR = 0.25, 1.0
 # Prior standard deviations that a number moves at most in one step. A step after which the log posterior is lower by this
-# many nats, and so many times the rounding of the members' evidences, is taken back and shortened, this often at most.
-LONGEST_STEP, LARGEST_FALL, ROUNDINGS, SHORTENED, MOST_SHORTENED = 10.0, 5.0, 4.0, 0.3, 6
+# many nats, and so many times its rounding, is taken back and shortened, this often at most. Rounding is that of the
+# whole: a number outside of plates, such as a spread, is rounded for all members alike.
+LONGEST_STEP, LARGEST_FALL, ROUNDINGS, SHORTENED, MOST_SHORTENED = 10.0, 5.0, 0.5, 0.3, 6
 # Information in a direction is at least this part of that in the direction of most.
 LEAST_PART = 1e-7
 MOST_ROUNDS = 30
@@ -103,11 +104,15 @@ class Members:
         # Nothing is read here: what is waited for now, the fit would wait for.
         inside, outside = (jax.eval_shape(lambda i=i: self._data(i)) for i in (index, None))
         start, rest = (self.study, self.marginal, self.arguments), (self.seed, theta)
+        mixed = array(tile, size)
+        weighed = Weighed(array(tile), mixed, top.values, array(tile), array(tile, own * (1 + own)))
         return [
             in_background(climb_tile, *start, inside, *rest, index, array(tile, own)),
             in_background(weigh_tile, *start, inside, *rest, index, top),
             in_background(lean_tile, *start, inside, *rest, index, top.values, top.values),
             in_background(look_outside, *start, outside, *rest),
+            in_background(sum_tile, weighed, mixed, index > 0),
+            in_background(normals_of_tile, weighed, top, array(own, *mixed.shape), theta),
         ]
 
     def _start(self, index: np.ndarray | None, theta: np.ndarray) -> tuple[Any, ...]:
@@ -311,9 +316,7 @@ class _Search:
         return None
 
     def _tolerance(self, here: _Newton) -> float:
-        return LARGEST_FALL + ROUNDINGS * float(np.finfo(self.members.values.dtype).eps) * abs(here.height) / np.sqrt(
-            self.looked_at
-        )
+        return LARGEST_FALL + ROUNDINGS * float(np.finfo(self.members.values.dtype).eps) * abs(here.height)
 
     def _at(self, theta: np.ndarray) -> _Newton:
         """The log posterior at a place, as far as the members that are looked at tell."""
