@@ -137,5 +137,5 @@ def test_starts_are_not_tried_again(tmp_path, often, monkeypatch):
         fit(tmp_path, starts=3)
     monkeypatch.setattr(checkpoint.Keeper, "write", write)
     whole = fit(starts=3)
-    monkeypatch.setattr("pavi.fitting.best_start", None)
+    monkeypatch.setattr("pavi.studying.best_start", None)
     assert_same(fit(tmp_path, starts=3), whole)

@@ -163,6 +163,62 @@ def test_a_normal_hierarchy_without_an_inner_level():
     assert log_tau.std() == pytest.approx(sd, rel=0.1)
 
 
+def test_polishing_at_the_end_of_a_fit(fit, x):
+    """`fit(polish=...)` is `fit().polish(...)`; latents further inside may be of another family, the others stay."""
+    shown = pavi.PAVI(flow=pavi.Affine(), show_pull=True)
+    how = {"steps": 300, "inner_points": 256, "family": shown, "num_draws": 32}
+    kept = {"family": AFFINE, "batch": fit.batch, "num_particles": 2, "steps": 200, "progress_bar": False}
+    once = pavi.fit(quiz, {"x": x}, polish=how, **kept)
+    before = pavi.fit(quiz, {"x": x}, **kept)
+    twice = before.polish(**how, progress_bar=False)
+    for each in ("between", "within", "mean", "logit"):
+        some = {"sites": [each], "where": {"group": [3, 7], "pupil": [0, 5]}}
+        np.testing.assert_allclose(once.sample(5, **some)[each], twice.sample(5, **some)[each], rtol=1e-4, atol=1e-4)
+    normal = before.polish(0, inner_points=256, num_draws=32, progress_bar=False)
+    # Training the pupils moves neither what is outside of plates nor the groups.
+    for found, want in zip(_normal(once), _normal(normal), strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+    assert once.elbo(200).mean > normal.elbo(200).mean
+
+
+def _normal(fit):
+    return fit.family.normal(fit.template, fit._trained.weights)
+
+
+def test_tops_are_found_past_inflections():
+    """A member far out in the tail of its likelihood, where the posterior is not concave and Newton steps lead astray."""
+
+    def model():
+        tau = numpyro.sample("tau", dist.LogNormal(0.0, 1.0))
+        with numpyro.plate("group", 60):
+            theta = numpyro.sample("theta", dist.Normal(0.0, 10 * tau))
+            numpyro.sample("x", dist.StudentT(3.0, theta, 0.3))
+
+    x = np.linspace(-12.0, 12.0, 60)
+    fit = pavi.fit(model, {"x": x}, family=AFFINE, **ONE_STEP)
+    marginal = marginal_of(fit.template, 128, 0)
+    members = Members(fit._study, marginal, fit._arguments, fit._observations, fit._units, np.zeros(2, np.uint32))
+    members.values[...] = 0.0
+    members.look(np.zeros(1), np.arange(60))
+    grid = np.linspace(-15, 15, 30001)
+    log_p = -0.5 * grid**2 / 100 - 2 * np.log1p(((x[:, None] - grid) / 0.3) ** 2 / 3)
+    np.testing.assert_allclose(members.values[:, 0], grid[log_p.argmax(1)], atol=0.01)
+
+
+def test_members_too_far_from_normal_are_left_alone():
+    """Posteriors cut off on four sides, right beside where they are highest: polishing says so, and changes nothing."""
+
+    def model():
+        tau = numpyro.sample("tau", dist.LogNormal(0.0, 0.1))
+        with numpyro.plate("group", 40):
+            theta = numpyro.sample("theta", dist.Normal(jnp.zeros(4), 3 * tau).to_event(1))
+            numpyro.sample("x", dist.Bernoulli(logits=50 * theta).to_event(1))
+
+    fit = pavi.fit(model, {"x": np.ones((40, 4), int)}, family=AFFINE, **ONE_STEP)
+    with pytest.warns(UserWarning, match="the fit stays as it was"):
+        assert fit.polish(progress_bar=False) is fit
+
+
 def crossed():
     tau = numpyro.sample("tau", dist.LogNormal(0.0, 1.0))
     rows, columns = numpyro.plate("row", 20, dim=-2), numpyro.plate("column", 20, dim=-1)
@@ -207,3 +263,7 @@ def test_refusals(fit):
         fit.polish(inner_points=5)
     with pytest.raises(pavi.SettingError, match="num_particles=0"):
         fit.polish(num_particles=0)
+    with pytest.raises(pavi.SettingError, match=r"polish=\['draws'\]: unknown settings"):
+        pavi.fit(few, {"x": np.zeros((8, 3))}, polish={"draws": 8}, **ONE_STEP)
+    with pytest.raises(pavi.SettingError, match="8 members for 3 numbers"):
+        pavi.fit(few, {"x": np.zeros((8, 3))}, polish=True, **ONE_STEP)

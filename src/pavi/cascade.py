@@ -10,7 +10,6 @@ slice of a posterior equals the same slice of the whole, and the reduced ELBO ca
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -29,7 +28,7 @@ from pavi.inner import Inner
 from pavi.mixing import averaged
 from pavi.prior import Prior
 from pavi.template import Kind, Level, Site, Template
-from pavi.tracing import Message, show_member
+from pavi.tracing import STACK, Message, show_member
 
 
 class Hashable:
@@ -49,8 +48,6 @@ class Hashable:
         return isinstance(other, Hashable) and self._key() == other._key()
 
 
-# NumPyro has one stack of handlers for all threads, and functions are compiled in several.
-_STACK = threading.RLock()
 # Keys are folded with member indices and with site numbers; this keeps the two apart.
 SITE_TAG = 2**31
 
@@ -288,7 +285,7 @@ def cascade(
 
     def member(encodings: dict, indices: dict, data: dict, number: Int[Array, ""] | int = 0, mixed: bool = False) -> Pass:
         handler = _Cascade(template, sampler, encodings, indices, data, key, predict, inner, number, mixed, sign)
-        with _STACK, seed(rng_seed=key), handler:
+        with STACK, seed(rng_seed=key), handler:
             study.run(arrays)
         return handler.found
 

@@ -84,3 +84,8 @@ def in_background(function: Any, *args: Any) -> Future:
 
     _tracing().submit(attempt, trace)
     return compiled
+
+
+def finish_tracing() -> None:
+    """Waits until nothing is traced in the background any more: models may share more than we know with what comes next."""
+    _tracing().submit(lambda: None).result()

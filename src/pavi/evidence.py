@@ -36,7 +36,7 @@ from pavi.template import Kind, Level, Site, Template
 # posterior, and there are at most so many. A member is lost where the last is longer than this.
 NEAR_TOP, MOST_CLIMBED, LOST = 0.02, 30, 1.0
 # What is added to all curvatures, relative to the steepest: where one is next to none, a Newton step would lead far away.
-DAMPINGS = (0.0, 0.01, 0.1, 1.0)
+DAMPINGS = (0.0, 0.1, 1.0, 10.0, 100.0, 1000.0)
 # The part of a log-density that may be rounding.
 ROUNDING = 1e-6
 # Directions in which a member's posterior is flatter than this, relative to its steepest, count as this steep.

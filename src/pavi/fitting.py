@@ -14,6 +14,7 @@ from jaxtyping import PRNGKeyArray
 
 from pavi import storage
 from pavi.cascade import Study
+from pavi.compiling import finish_tracing
 from pavi.data import Observations
 from pavi.errors import ModelError, SettingError
 from pavi.evidence import marginal_of
@@ -231,7 +232,10 @@ class Fit(Posterior):
         hosted = any(isinstance(each, np.ndarray) for each in rows)
         setting = Setting(self.family, self.batch, None, num_particles, None, seed_of(rng_key), progress_bar, started)
         parts = self._study, self._arguments, self._observations, self._units
-        return Polisher(*parts, setting._replace(rows_on_host=hosted), how).run(self, started)
+        try:
+            return Polisher(*parts, setting._replace(rows_on_host=hosted), how).run(self, started)
+        finally:
+            finish_tracing()
 
 
 class Polish(NamedTuple):
@@ -326,13 +330,18 @@ def _matched(old: Observations, new: Observations, plate: str, old_size: int, si
 def fit_study(study: Study, arguments: Any, observations: Observations, setting: Setting, how: Polish | None = None) -> Fit:
     """A fit of a study that has been read, polished if told how: what that needs is compiled while the fit trains."""
     polishers: list[Polisher] = []
+    if how is not None:
+        marginal_of(study.template, how.num_draws, how.inner_points)  # what cannot be is refused before anything is trained
 
     def prepared(inputs: Inputs, state: State) -> None:
         del state
         if how is not None:
             polishers.append(Polisher(study, arguments, observations, inputs.units, setting, how))
 
-    fit = Fit(train_study(study, arguments, observations, setting, prepared))
-    if not polishers or fit.stop is Stop.INTERRUPTED:
-        return fit
-    return polishers[0].run(fit, time.perf_counter())
+    try:
+        fit = Fit(train_study(study, arguments, observations, setting, prepared))
+        if not polishers or fit.stop is Stop.INTERRUPTED:
+            return fit
+        return polishers[0].run(fit, time.perf_counter())
+    finally:
+        finish_tracing()

@@ -270,12 +270,7 @@ class _Search:
             if there is None:
                 break
             here, last = there, here
-        if self.looked_at < self.members.count or moved >= SETTLED:
-            warnings.warn(
-                f"Polishing ended with a step to go that would move a number by {moved:.1f} posterior standard deviations: "
-                "the posterior may not be settled. Train longer before polishing, or polish again.",
-                stacklevel=4,
-            )
+        unsettled = self.looked_at < self.members.count or moved >= SETTLED
         if self.looked_at < self.members.count:
             self.looked_at, step = self.members.count, np.zeros_like(step)
             here = self._at(here.theta)
@@ -287,6 +282,12 @@ class _Search:
                 stacklevel=4,
             )
             return None
+        if unsettled:
+            warnings.warn(
+                f"Polishing ended with a step to go that would move a number by {moved:.1f} posterior standard deviations: "
+                "the posterior may not be settled. Train longer before polishing, or polish again.",
+                stacklevel=4,
+            )
         return Normal(here.theta + step, np.linalg.cholesky(here.covariance), self.members.posteriors(here.theta, step))
 
     def _first(self, theta: np.ndarray) -> _Newton:

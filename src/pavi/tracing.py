@@ -10,6 +10,7 @@ plate. Comparing the two runs catches arrays of full plate size used where one m
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ from numpyro.primitives import Messenger
 from pavi.errors import DataError, ModelError, PaviError
 from pavi.mixing import averages
 from pavi.template import Kind, Level, Plate, Site, Template, condition_sites
+
+# NumPyro has one stack of handlers for all threads, and models are run in several while functions compile.
+STACK = threading.RLock()
 
 Message = dict[str, Any]
 
@@ -223,7 +227,7 @@ def _run(call: _Call, observed: Sequence[str]) -> _Recorder:
     recorder = _Recorder(observed, None, None)
 
     def run(arrays: Any) -> None:
-        with seed(rng_seed=0), recorder:
+        with STACK, seed(rng_seed=0), recorder:
             call(arrays)
 
     _abstractly(lambda: jax.eval_shape(run, call.arrays))
@@ -238,7 +242,7 @@ def _run_single(call: _Call, observed: Sequence[str], full: _Recorder) -> tuple[
         latents = {name[7:]: value for name, value in inputs.items() if name.startswith("latent:")}
         indices = {name[6:]: value for name, value in inputs.items() if name.startswith("plate:")}
         recorder.append(_Recorder(observed, latents, indices))
-        with seed(rng_seed=0), recorder[-1]:
+        with STACK, seed(rng_seed=0), recorder[-1]:
             call(inputs["arrays"])
         return recorder[-1].outputs
 
