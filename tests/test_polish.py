@@ -267,3 +267,13 @@ def test_refusals(fit):
         pavi.fit(few, {"x": np.zeros((8, 3))}, polish={"draws": 8}, **ONE_STEP)
     with pytest.raises(pavi.SettingError, match="8 members for 3 numbers"):
         pavi.fit(few, {"x": np.zeros((8, 3))}, polish=True, **ONE_STEP)
+
+
+def test_the_plan_counts_what_polishing_needs(x):
+    """Posteriors of groups, twice, and rows that are kept; with pulls, their numbers beside the rows."""
+    settings = {"family": AFFINE, "batch": {"group": 50, "pupil": PUPILS}, "num_particles": 1}
+    shown = pavi.PAVI(flow=pavi.Affine(), show_pull=True)
+    plain, polished, pulled = (
+        pavi.plan(quiz, {"x": x}, polish=polish, **settings).device_bytes for polish in (False, True, {"family": shown})
+    )
+    assert plain < polished < pulled

@@ -14,7 +14,7 @@ from jaxtyping import PRNGKeyArray
 from pavi.data import observe, usual_runs
 from pavi.families import PAVI, Family
 from pavi.fitting import Fit, Polish, fit_study
-from pavi.planning import Place, device_memory, folder_of, make_plan
+from pavi.planning import Place, device_memory, folder_of, make_plan, polished_family
 from pavi.posterior import seed_of
 from pavi.reading import check_batch, check_counts, check_points, check_runs, read_model
 from pavi.setting import Setting
@@ -102,7 +102,8 @@ def fit(
     batch = check_batch(template, batch, family)
     check_runs(template, runs)
     memory = device_memory() * number_of(devices)
-    planned = make_plan(template, arguments, data, family, batch, num_particles, memory, placement, inner)
+    polished = polished_family(family, polish)
+    planned = make_plan(template, arguments, data, family, batch, num_particles, memory, placement, inner, polished)
     observations = observe(template, data, supports, on_host=planned.data_place is Place.HOST)
     runs = usual_runs(template, observations.stored, planned.batch) if runs is None else runs
     starts = usual_starts(template) if starts is None else starts

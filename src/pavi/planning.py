@@ -15,9 +15,9 @@ import numpy as np
 import xarray as xr
 
 from pavi.errors import SettingError
-from pavi.families import PAVI, Family, Weights
+from pavi.families import PAVI, Family, Polished, Weights
 from pavi.families.pulling import pull_size, pulled_levels
-from pavi.inner import Inner
+from pavi.inner import Inner, Marginal
 from pavi.reading import check_batch, check_points, members_per_step, split_arguments
 from pavi.sources import is_stored
 from pavi.stepping import State, default_optimizers, first_state
@@ -116,6 +116,7 @@ def plan(
     batch: Mapping[str, int] | None = None,
     num_particles: int = 8,
     inner_points: int = 0,
+    polish: bool | Mapping[str, Any] = False,
     memory: int | None = None,
     placement: str | os.PathLike | None = None,
 ) -> Plan:
@@ -130,6 +131,7 @@ def plan(
         batch: members per step, by plate; chosen by size for the plates not named.
         num_particles: Monte Carlo samples per step.
         inner_points: as in `pavi.fit`.
+        polish: as in `pavi.fit`.
         memory: bytes the device has; by default what it says of itself.
         placement: as in `pavi.fit`; by default data and rows lie on the device as far as there is room.
 
@@ -155,7 +157,15 @@ def plan(
     inner = check_points(inner_points, template, family)
     batch = check_batch(template, batch, family)
     _, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
-    return make_plan(template, arguments, data, family, batch, num_particles, memory, placement, inner)
+    polished = polished_family(family, polish)
+    return make_plan(template, arguments, data, family, batch, num_particles, memory, placement, inner, polished)
+
+
+def polished_family(family: Family, polish: bool | Mapping[str, Any]) -> Family | None:
+    """The family that latents further inside have after polishing, if there is any."""
+    if isinstance(polish, Mapping):
+        return polish.get("family") or family
+    return family if polish else None
 
 
 def make_plan(
@@ -168,6 +178,7 @@ def make_plan(
     memory: int | None = None,
     placement: str | os.PathLike | None = None,
     inner: Inner | None = None,
+    polished: Family | None = None,
 ) -> Plan:
     """What `plan` says, for a model that has been read.
 
@@ -188,6 +199,9 @@ def make_plan(
     stored = sum(sizes[name] for name, array in arrays.items() if is_stored(array))
     movable = sum(sizes[name] for name, array in arrays.items() if not isinstance(array, jax.Array)) - stored
     step_bytes, temporary_bytes = _of_a_step(template, arrays, state, chosen, num_particles, inner)
+    state_bytes = _bytes((state.weights, state.optimizer, state.row_optimizer))
+    if polished is not None:
+        temporary_bytes = max(temporary_bytes, _polish_bytes(template, polished, weights, whole, state_bytes))
     found = Plan(
         template=template,
         num_latents=template.num_latents,
@@ -196,7 +210,7 @@ def make_plan(
         batch=chosen,
         encoding_sizes={level: rows.shape[-1] for level, rows in weights.rows.items()},
         data_bytes=sum(sizes.values()) + _bytes(arguments),
-        state_bytes=_bytes((state.weights, state.optimizer, state.row_optimizer)),
+        state_bytes=state_bytes,
         temporary_bytes=max(temporary_bytes, _pull_bytes(template, family, weights)),
         step_bytes=step_bytes,
         memory=device_memory() if memory is None else memory,
@@ -256,6 +270,18 @@ def _pull_bytes(template: Template, family: Family, weights: Weights) -> int:
         math.prod(weights.rows[level].shape[:-1]) * (2 * size + weights.rows[level].shape[-1]) * 4
         for level, size in sizes.items()
     )
+
+
+def _polish_bytes(template: Template, family: Family, before: Weights, whole: frozenset[str], state_bytes: int) -> int:
+    """What a polished fit needs beside data and state: the rows of the fit before and those that training started from, and
+    posteriors of members; or at its end pulls beside the rows, when the optimizer is gone."""
+    plates = [level[0] for level in template.levels if len(level) == 1]
+    if not plates:
+        return 0
+    weights = Polished(family, Marginal(plates[0], None, 2)).shapes(template, whole)
+    new = _bytes(weights.rows)
+    kept = _bytes(before.rows) + new + 2 * _bytes(weights.memory)
+    return max(kept, kept + new + _pull_bytes(template, family, weights) - state_bytes)
 
 
 def folder_of(placement: str | os.PathLike | None) -> str | None:
