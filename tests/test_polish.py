@@ -1,5 +1,6 @@
 """`fit.polish`: evidences of members against quadrature, posteriors of what is outside of plates against exact ones."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -269,11 +270,12 @@ def test_refusals(fit):
         pavi.fit(few, {"x": np.zeros((8, 3))}, polish=True, **ONE_STEP)
 
 
-def test_the_plan_counts_what_polishing_needs(x):
-    """Posteriors of groups, twice, and rows that are kept; with pulls, their numbers beside the rows."""
-    settings = {"family": AFFINE, "batch": {"group": 50, "pupil": PUPILS}, "num_particles": 1}
-    shown = pavi.PAVI(flow=pavi.Affine(), show_pull=True)
-    plain, polished, pulled = (
-        pavi.plan(quiz, {"x": x}, polish=polish, **settings).device_bytes for polish in (False, True, {"family": shown})
-    )
-    assert plain < polished < pulled
+def test_the_plan_counts_what_polishing_needs():
+    """Posteriors of groups, twice, and rows that are kept."""
+    groups, family = 1_000_000, pavi.PAVI(encodings=pavi.FreeEncodings(size=8), flow=pavi.Affine())
+    data = {"x": jax.ShapeDtypeStruct((groups, PUPILS), jnp.int32)}
+    settings = {"model_args": (groups,), "family": family, "batch": {"group": 50}, "num_particles": 1, "memory": 10**12}
+    plain, polished = (pavi.plan(quiz, data, polish=polish, **settings) for polish in (False, True))
+    rows, normals = 4 * 8 * groups * (1 + PUPILS), 4 * 4 * groups
+    assert polished.temporary_bytes == pytest.approx(2 * rows + 2 * normals, rel=0.01)
+    assert polished.device_bytes - plain.device_bytes == polished.temporary_bytes - plain.temporary_bytes > 0
