@@ -135,6 +135,9 @@ def test_polishing_again_and_stored_data_change_nothing(fit, polished, x, tmp_pa
     stored[:] = x
     kept = {"family": AFFINE, "batch": fit.batch, "num_particles": 2, "steps": 200, "progress_bar": False}
     apart = pavi.fit(quiz, {"x": stored}, **kept).polish(0, **settings)
+    # Groups are described at the place that was kept, not at one that was only tried.
+    groups, before = (each.moments(sites=["mean"], num_samples=400)["mean"].values for each in (again, polished))
+    assert np.abs((groups[0] - before[0]) / before[1]).mean() < 0.15
     want = polished.moments(sites=["between", "within"], num_samples=2000)
     for other in (again, apart):
         found = other.moments(sites=["between", "within"], num_samples=2000)

@@ -179,6 +179,13 @@ class Members:
             parts.append(normals_of_tile(weighed, top, jnp.stack(mixed), step))
         return jnp.concatenate(parts)[: self.count]
 
+    def known(self) -> tuple[np.ndarray, list]:
+        """What the last look found, to be recalled after a look elsewhere that is not to count."""
+        return self.values.copy(), self.found
+
+    def recall(self, known: tuple[np.ndarray, list]) -> None:
+        self.values[...], self.found = known
+
     def _wait(self) -> None:
         for compiling in self._compiling:
             compiling.result()
@@ -268,8 +275,11 @@ class _Search:
                 continue
             there = self._along(here, step)
             if there is None:
+                step = np.zeros_like(step)
                 break
             here, last = there, here
+        else:
+            step = np.zeros_like(here.theta)
         unsettled = self.looked_at < self.members.count or moved >= SETTLED
         if self.looked_at < self.members.count:
             self.looked_at, step = self.members.count, np.zeros_like(step)
@@ -295,25 +305,25 @@ class _Search:
 
         A bound may drive a spread to nothing, and from there no step would lead back.
         """
-        best, known = self._at(theta), self.members.values.copy()
+        best, known = self._at(theta), self.members.known()
         for place in self.places.values():
             tried = best.theta.copy()
             tried[place] = self.center[place]
             found = self._at(tried)
             if found.height > best.height + self._tolerance(best):
-                best, known = found, self.members.values.copy()
+                best, known = found, self.members.known()
             else:
-                self.members.values[...] = known
+                self.members.recall(known)
         return best
 
     def _along(self, here: _Newton, step: np.ndarray) -> _Newton | None:
         """The place that a step leads to, the step shortened as long as that is lower; None where all are."""
-        known = self.members.values.copy()
+        known = self.members.known()
         for number in range(MOST_SHORTENED):
             there = self._at(here.theta + step * SHORTENED**number)
             if there.height >= here.height - self._tolerance(here):
                 return there
-            self.members.values[...] = known
+            self.members.recall(known)
         return None
 
     def _tolerance(self, here: _Newton) -> float:
