@@ -41,6 +41,7 @@ ORDER = [
     "passes",
     "posterior",
     "evidence",
+    "members",
     "polishing",
     "fitting",
     "api",

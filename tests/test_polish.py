@@ -1,5 +1,7 @@
 """`fit.polish`: evidences of members against quadrature, posteriors of what is outside of plates against exact ones."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,8 @@ from scipy.special import expit, logsumexp
 
 import pavi
 from pavi.evidence import marginal_of
-from pavi.polishing import Members
+from pavi.fitting import Polish
+from pavi.members import Members
 
 AFFINE = pavi.PAVI(flow=pavi.Affine())
 GROUPS, PUPILS = 1000, 20
@@ -245,6 +248,11 @@ def flat():
     mu = numpyro.sample("mu", dist.Normal(0, 1))
     with numpyro.plate("item", 30):
         numpyro.sample("x", dist.Normal(mu, 1))
+
+
+def test_both_ways_to_polish_have_the_same_defaults():
+    parameters = inspect.signature(pavi.Fit.polish).parameters
+    assert {name: parameters[name].default for name in Polish._fields} == Polish._field_defaults
 
 
 def test_refusals(fit):

@@ -19,12 +19,13 @@ from pavi.data import Observations
 from pavi.errors import ModelError, SettingError
 from pavi.evidence import marginal_of
 from pavi.families import Family, Joint, Polished, Reading, Units, Weights, outside
-from pavi.polishing import Members, polish
+from pavi.members import Members
+from pavi.polishing import polish
 from pavi.posterior import Posterior, seed_of
 from pavi.reading import check_batch, check_counts, read_study
 from pavi.schedule import Stop
 from pavi.setting import Setting
-from pavi.stepping import Inputs, State
+from pavi.stepping import Inputs
 from pavi.studying import Outcome, Refinement, train_study
 
 # An update sees this many times the members per step that the fit saw.
@@ -333,8 +334,7 @@ def fit_study(study: Study, arguments: Any, observations: Observations, setting:
     if how is not None:
         marginal_of(study.template, how.num_draws, how.inner_points)  # what cannot be is refused before anything is trained
 
-    def prepared(inputs: Inputs, state: State) -> None:
-        del state
+    def prepared(inputs: Inputs) -> None:
         if how is not None:
             polishers.append(Polisher(study, arguments, observations, inputs.units, setting, how))
 

@@ -12,39 +12,14 @@ mean, which moves with the latents outside of plates.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterator
-from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 from tqdm.auto import tqdm
 
-from pavi import data as observed_data
-from pavi.branch import fixed_branch
-from pavi.cascade import Study
-from pavi.compiling import in_background
-from pavi.data import Observations
-from pavi.evidence import (
-    Look,
-    Top,
-    Weighed,
-    climb_tile,
-    lean_tile,
-    look_outside,
-    normals_of_tile,
-    sum_tile,
-    weigh_tile,
-)
 from pavi.families import Normal, Units, outside
-from pavi.inner import Marginal
-from pavi.planning import device_memory
-from pavi.template import Kind, Level
-from pavi.tiles import one_ahead, tile_budget
+from pavi.members import Members
 
 # So many members per number outside of plates, or this many in all, are looked at first; then this many times more.
 FIRST_MEMBERS, FIRST_IN_ALL, MORE_MEMBERS = 10, 1000, 4
@@ -61,176 +36,6 @@ MOST_ROUNDS = 30
 MOST_STEEPER = 4.0
 # Draws that count, of those made, below which a member's posterior is too far from what they are drawn from.
 FEWEST_COUNTING = 0.5
-# Numbers that are held for each number of a draw.
-LAYERS = 4
-# Numbers that a tile may hold on a CPU; on an accelerator at most so many, and at most this part of its free memory.
-CPU_BUDGET, LARGEST_BUDGET, FREE_PART = 2**24, 2**31, 0.25
-
-
-class Members:
-    """The members of the plate, in tiles of one size, with where their latents are likeliest as far as is known.
-
-    What looks at them is compiled in the background.
-    """
-
-    def __init__(
-        self,
-        study: Study,
-        marginal: Marginal,
-        arguments: Any,
-        observations: Observations,
-        units: Units,
-        seed: np.ndarray,
-    ):
-        self.study, self.marginal, self.arguments = study, marginal, arguments
-        self.observations, self.seed = observations, seed
-        template, dtype = study.template, jnp.result_type(float)
-        self.count = template.plate(marginal.plate).size
-        start = [np.ravel(units.center[site.name]) for site in marginal.latents(template)]
-        self.values = np.tile(np.concatenate(start).astype(dtype), (self.count, 1))
-        self.tile = int(np.clip(_budget() // self._numbers(), 1, self.count))
-        self.found: list[tuple[np.ndarray, Top, Weighed]] = []
-        self._compiling = self._compile(sum(site.size for site in template.latents if not site.level))
-
-    def _compile(self, size: int) -> list[Future]:
-        """Compiles all that looks at members, side by side."""
-
-        def array(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, self.values.dtype)
-
-        tile, own, theta = self.tile, self.values.shape[1], array(size)
-        index = np.zeros(tile, np.int32)
-        top = Top(array(tile, own), array(tile, own, own), array(tile, own), array(tile))
-        # Nothing is read here: what is waited for now, the fit would wait for.
-        inside, outside = (jax.eval_shape(lambda i=i: self._data(i)) for i in (index, None))
-        start, rest = (self.study, self.marginal, self.arguments), (self.seed, theta)
-        mixed = array(tile, size)
-        weighed = Weighed(array(tile), mixed, top.values, array(tile), array(tile, own * (1 + own)))
-        return [
-            in_background(climb_tile, *start, inside, *rest, index, array(tile, own)),
-            in_background(weigh_tile, *start, inside, *rest, index, top),
-            in_background(lean_tile, *start, inside, *rest, index, top.values, top.values),
-            in_background(look_outside, *start, outside, *rest),
-            in_background(sum_tile, weighed, mixed, index > 0),
-            in_background(normals_of_tile, weighed, top, array(own, *mixed.shape), theta),
-        ]
-
-    def _start(self, index: np.ndarray | None, theta: np.ndarray) -> tuple[Any, ...]:
-        """The first arguments of what looks at some members; None for what is outside of plates."""
-        place = jnp.asarray(theta, self.values.dtype)
-        return self.study, self.marginal, self.arguments, self._data(index), self.seed, place
-
-    def _numbers(self) -> int:
-        """Numbers that are held while one member is looked at, about."""
-        template, (plate, inner, draws) = self.study.template, self.marginal
-        held = self.marginal.size(template)
-        for level, each in ({} if inner is None else inner.work(template)).items():
-            held += math.prod(template.sizes(_without(level, plate))) * each
-        mixed = None if inner is None else inner.mixing(template)
-        data = 0
-        for site in template.sites:
-            if plate not in site.level or site.kind is Kind.DETERMINISTIC:
-                continue
-            numbers = math.prod(site.member_shape)
-            members = math.prod(template.sizes(_without(site.level, plate)))
-            if site.kind is Kind.OBSERVED:
-                data += members * numbers
-            if site == mixed and inner is not None:  # the chances of its values or components, as many as have logits
-                numbers = 2 * sum(each.size for each in template.latents if inner.holds(each))
-            held += members * max(numbers, 1)
-        return data + LAYERS * draws * held
-
-    def look(self, theta: np.ndarray, members: np.ndarray, bar: tqdm | None = None) -> Look:
-        """Looks at some members; if at all, remembers their posteriors."""
-        total, found = None, []
-        for chosen, look, top, weighed in one_ahead(self._tiles(theta, members)):
-            self.values[chosen] = np.asarray(top.values)[: len(chosen)]
-            look = Look(*(np.asarray(each, np.float64) for each in look))
-            look = look._replace(evidence=look.evidence.sum())
-            total = look if total is None else total.plus(look)
-            if len(members) == self.count:
-                found.append((_filled(chosen, self.tile), top, weighed))
-            if bar is not None:
-                bar.update(len(chosen))
-        assert total is not None
-        self.found = found
-        return total
-
-    def _tiles(self, theta: np.ndarray, members: np.ndarray) -> Iterator[tuple[np.ndarray, Look, Top, Weighed]]:
-        self._wait()
-        for first in range(0, len(members), self.tile):
-            chosen = members[first : first + self.tile]
-            index = _filled(chosen, self.tile)
-            start = (*self._start(index, theta), index)
-            top = climb_tile(*start, self.values[index])
-            weighed = weigh_tile(*start, top)
-            moving = lean_tile(*start, top.values, weighed.along)
-            yield chosen, sum_tile(weighed, moving, np.arange(self.tile) < len(chosen)), top, weighed
-
-    def posteriors(self, theta: np.ndarray, moved: np.ndarray) -> Array:
-        """Posteriors of all members, which were last looked at with theta, once that has moved on a little.
-
-        Numbers of each as in `pavi.families.polished`.
-        """
-        step, parts = jnp.asarray(moved, self.values.dtype), []
-        for index, top, weighed in self.found:
-            start = (*self._start(index, theta), index, top.values)
-            mixed = [lean_tile(*start, jnp.broadcast_to(unit, top.values.shape)) for unit in jnp.eye(top.values.shape[1])]
-            parts.append(normals_of_tile(weighed, top, jnp.stack(mixed), step))
-        return jnp.concatenate(parts)[: self.count]
-
-    def known(self) -> tuple[np.ndarray, list]:
-        """What the last look found, to be recalled after a look elsewhere that is not to count."""
-        return self.values.copy(), self.found
-
-    def recall(self, known: tuple[np.ndarray, list]) -> None:
-        self.values[...], self.found = known
-
-    def _wait(self) -> None:
-        for compiling in self._compiling:
-            compiling.result()
-
-    def _data(self, index: np.ndarray | None) -> dict[str, Any]:
-        """The data of some members; None for the first, without the axis of its plate."""
-        template, plate = self.study.template, self.marginal.plate
-        some = np.zeros(1, np.int32) if index is None else index
-        indices = {p.name: some if p.name == plate else np.arange(p.size) for p in template.plates}
-        branch = fixed_branch({name: jnp.asarray(each, jnp.int32) for name, each in indices.items()})
-        stored = observed_data.stored_at(template, self.observations.stored, indices)
-        whole = frozenset(indices) - {plate}
-        found: dict[str, Any] = {**observed_data.at_branch(template, self.observations.arrays, branch, whole), **stored}
-        if index is not None:
-            return found
-        levels = {site.name: site.level for site in template.observed}
-        return {
-            name: jnp.take(each, 0, levels[name].index(plate)) if plate in levels[name] else each
-            for name, each in found.items()
-        }
-
-    def outside(self, theta: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-        """What is outside of plates: its log-density, the gradient, and the information."""
-        self._wait()
-        found = look_outside(*self._start(None, theta))
-        value, gradient, curvature = (np.asarray(each, np.float64) for each in found)
-        return float(value), gradient, -curvature
-
-
-def _filled(chosen: np.ndarray, tile: int) -> np.ndarray:
-    """Indices of members, and of the last of them again until a tile is full."""
-    return np.pad(chosen, (0, tile - len(chosen)), mode="edge").astype(np.int32)
-
-
-def _budget() -> int:
-    """Numbers that one tile may hold: on an accelerator a part of the memory that is free."""
-    stats = jax.local_devices()[0].memory_stats()
-    if not stats or jax.default_backend() == "cpu":
-        return CPU_BUDGET
-    free = device_memory() - stats.get("bytes_in_use", 0)
-    return int(np.clip(FREE_PART * free // 4, tile_budget(), LARGEST_BUDGET))
-
-
-def _without(level: Level, plate: str) -> Level:
-    return tuple(each for each in level if each != plate)
 
 
 def polish(members: Members, theta: np.ndarray, units: Units, progress_bar: bool) -> Normal | None:

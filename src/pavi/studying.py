@@ -58,12 +58,12 @@ def train_study(
     arguments: Any,
     observations: Observations,
     setting: Setting,
-    prepared: Callable[[Inputs, State], None] = lambda inputs, state: None,
+    prepared: Callable[[Inputs], None] = lambda inputs: None,
 ) -> Outcome:
     """Trains from scratch; again and slower where too many steps were not finite.
 
     Args:
-        prepared: called once with the first inputs and state, before what takes long.
+        prepared: called once with the first inputs, before what takes long.
     """
     family, optimizer = setting.family, setting.optimizer
     optimizers = default_optimizers(family.row_rate) if optimizer is None else (optimizer, optimizer)
@@ -71,7 +71,7 @@ def train_study(
         problem, schedule = problem_of(study, setting, optimizers, pace == PACES[0], pace)
         inputs, state, compiling = prepare(problem, arguments, observations, setting.seed, schedule.short)
         if pace == PACES[0]:
-            prepared(inputs, state)
+            prepared(inputs)
         run = once_compiled(runner_of(problem, observations, schedule), compiling)
         keeper = (
             None if setting.checkpoint is None else Keeper(setting.checkpoint, identity_of(problem, setting, observations))
@@ -129,10 +129,7 @@ def _train(
 
 
 class Refinement:
-    """Training on from weights that need not be known yet; with `frozen`, only the rows are trained.
-
-    The number of steps and the progress bar are those of the setting unless told otherwise.
-    """
+    """Training on from weights that need not be known yet; with `frozen`, only the rows are trained."""
 
     def __init__(
         self, study: Study, arguments: Any, observations: Observations, setting: Setting, frozen: bool = False

@@ -201,7 +201,7 @@ def _draw_member(
     key: PRNGKeyArray,
 ) -> Draw:
     """One latent of a member, given those of its latents that were drawn before it and all that is outside of plates."""
-    before = [other for other in latents[: latents.index(site)]]
+    before = latents[: latents.index(site)]
     start, size = sum(other.size for other in before), sum(other.size for other in latents)
     center, factor, slopes = jnp.split(numbers, [size, size * (1 + size)])
     factor, slopes = factor.reshape(size, size), slopes.reshape(size, -1)
