@@ -57,6 +57,24 @@ def test_a_second_fit_compiles_nothing_new():
     assert model.runs - traced <= 3, "only the template may be read again"
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="memory maps are counted on Linux alone")
+def test_fits_of_many_models_do_not_pile_up_compiled_functions(monkeypatch):
+    def maps():
+        with open("/proc/self/maps") as found:
+            return len(found.readlines())
+
+    def counted():
+        fit(Counting())
+        return maps()
+
+    before = [counted() for _ in range(3)]
+    assert min(np.diff(before)) > 50, "what one model compiles is kept for its next fit"
+    with open("/proc/sys/vm/max_map_count") as most:
+        monkeypatch.setattr("pavi.compiling.MOST_MAPS", before[-1] / int(most.read()))
+    after = [counted() for _ in range(6)]
+    assert max(after) < before[-1] + 2 * max(np.diff(before))
+
+
 def test_the_model_is_not_run_per_step():
     few, many = Counting(), Counting()
     fit(few, steps=10)

@@ -11,6 +11,7 @@ import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,9 @@ _QUICK: dict[tuple[str, bool], dict[str, Any]] = {
     # The many small products of a training step are far slower without Triton.
     ("gpu", True): {"xla_gpu_autotune_level": 0},
 }
+
+# Share of the memory maps a process may have, above which compiled functions are forgotten.
+MOST_MAPS = 0.5
 
 
 @functools.cache
@@ -89,3 +93,17 @@ def in_background(function: Any, *args: Any) -> Future:
 def finish_tracing() -> None:
     """Waits until nothing is traced in the background any more: models may share more than we know with what comes next."""
     _tracing().submit(lambda: None).result()
+
+
+def spare_maps() -> None:
+    """Forgets compiled functions where their memory maps come near the most that Linux gives a process (65,530 by default).
+
+    XLA crashes when there are none left, which some two hundred fits of different models in one process come to.
+    """
+    try:
+        most = int(Path("/proc/sys/vm/max_map_count").read_text())
+        used = Path("/proc/self/maps").read_text().count("\n")
+    except OSError:  # not Linux
+        return
+    if used > MOST_MAPS * most:
+        jax.clear_caches()

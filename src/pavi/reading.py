@@ -14,6 +14,7 @@ import numpy as np
 
 from pavi.branch import choose_batch
 from pavi.cascade import Hashable, Study
+from pavi.compiling import spare_maps
 from pavi.data import Observations, observe, sizes_of
 from pavi.encodings import SetEncoder
 from pavi.errors import DataError, LoadError, PaviError, SettingError
@@ -59,6 +60,7 @@ def read_model(
         raise DataError(f"`data` is a {type(data).__name__}; expected a mapping from observed site to array, or a Dataset.")
     if not data:
         raise DataError("`data` is empty: name at least one observed site and its values.")
+    spare_maps()
     names = [str(name) for name in data]
     template, supports = trace(model, names, tuple(model_args), model_kwargs)
     static, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
