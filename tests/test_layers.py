@@ -40,6 +40,7 @@ ORDER = [
     "storage",
     "passes",
     "posterior",
+    "proposing",
     "evidence",
     "members",
     "polishing",

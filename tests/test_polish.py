@@ -212,8 +212,8 @@ def test_tops_are_found_past_inflections():
     np.testing.assert_allclose(members.values[:, 0], grid[log_p.argmax(1)], atol=0.01)
 
 
-def test_members_too_far_from_normal_are_left_alone():
-    """Posteriors cut off on four sides, right beside where they are highest: polishing says so, and changes nothing."""
+def test_evidences_of_posteriors_that_are_cut_off():
+    """Posteriors cut off on four sides, right beside where they are highest: half of the prior is left on each."""
 
     def model():
         tau = numpyro.sample("tau", dist.LogNormal(0.0, 0.1))
@@ -222,6 +222,31 @@ def test_members_too_far_from_normal_are_left_alone():
             numpyro.sample("x", dist.Bernoulli(logits=50 * theta).to_event(1))
 
     fit = pavi.fit(model, {"x": np.ones((40, 4), int)}, family=AFFINE, **ONE_STEP)
+    marginal = marginal_of(fit.template, 256, 0)
+    members = Members(fit._study, marginal, fit._arguments, fit._observations, fit._units, np.zeros(2, np.uint32))
+    for log_tau in (-0.5, 0.0, 0.5):
+        look = members.look(np.array([log_tau]), np.arange(40))
+        assert look.evidence / 40 == pytest.approx(4 * np.log(0.5), abs=0.02)
+        assert look.score[0] / 40 == pytest.approx(0.0, abs=0.05)
+        assert look.counting / 40 > 0.6
+    mean, sd = np.sqrt(2 / np.pi), np.sqrt(1 - 2 / np.pi)
+    members.look(np.zeros(1), np.arange(40))
+    normals = np.asarray(members.posteriors(np.zeros(1), np.zeros(1)))
+    factor = normals[:, 4:20].reshape(40, 4, 4)
+    np.testing.assert_allclose(normals[:, :4].mean(0) / 3, mean, atol=0.1)
+    np.testing.assert_allclose(np.sqrt((factor**2).sum(-1)).mean(0) / 3, sd, rtol=0.1)
+
+
+def test_members_too_far_from_normal_are_left_alone():
+    """Posteriors on a ring: polishing says so, and changes nothing."""
+
+    def model():
+        tau = numpyro.sample("tau", dist.LogNormal(0.0, 0.1))
+        with numpyro.plate("group", 40):
+            theta = numpyro.sample("theta", dist.Normal(jnp.zeros(2), tau).to_event(1))
+            numpyro.sample("x", dist.Normal((theta**2).sum(-1), 0.02))
+
+    fit = pavi.fit(model, {"x": np.ones(40)}, family=AFFINE, **ONE_STEP)
     with pytest.warns(UserWarning, match="the fit stays as it was"):
         assert fit.polish(progress_bar=False) is fit
 

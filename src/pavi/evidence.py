@@ -4,32 +4,29 @@ Given the latents outside of plates, members of the outermost plate are independ
 over them. For one member,
 
 1. its latents are put where their posterior is highest, by Newton steps;
-2. the evidence is the mean of p / q over draws of q, Student's t distribution around that place with the curvature found
-   there. As the latents outside move, q moves along: otherwise a few draws would soon outweigh all others;
+2. the evidence is the mean of p / q over draws of q (`pavi.proposing`), which follows p around that place. As the latents
+   outside move, q moves along: otherwise a few draws would soon outweigh all others;
 3. latents further inside are averaged out over points of their prior, as in training with `inner_points`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
-from scipy.special import gammaln
-from scipy.stats import chi2
 
 from pavi.branch import fixed_branch
-from pavi.cascade import EDGE, Draw, Study, cascade
+from pavi.cascade import Draw, Study, cascade
 from pavi.compiling import quick_jit
 from pavi.elbo import reduced_elbo
 from pavi.errors import SettingError
 from pavi.families import outside
-from pavi.inner import Marginal, inner_of, net
+from pavi.inner import Marginal, inner_of
 from pavi.prior import Prior
+from pavi.proposing import axes_of, draw_along
 from pavi.template import Kind, Level, Site, Template
 
 # Newton steps to where a member's posterior is highest: the last is shorter than this, in standard deviations of that
@@ -41,8 +38,8 @@ DAMPINGS = (0.0, 0.1, 1.0, 10.0, 100.0, 1000.0)
 ROUNDING = 1e-6
 # Directions in which a member's posterior is flatter than this, relative to its steepest, count as this steep.
 FLATTEST = 1e-6
-# Degrees of freedom of members' draws, and between what a member's variance may lie, relative to what the curvature says.
-TAILS, WIDTHS = 10.0, (0.25, 4.0)
+# Between what a member's variance may lie, relative to what its density along single axes says.
+WIDTHS = (0.25, 4.0)
 # Members per number outside of plates, at least.
 FEWEST_MEMBERS = 4
 # Most numbers of one member's latents: their curvature is a matrix of as many rows.
@@ -268,23 +265,29 @@ def weigh_tile(
     """Evidences of a tile of members, by draws around their tops."""
 
     def one(log_density: Callable[..., Array], key: PRNGKeyArray, top: Top) -> Weighed:
-        noise, log_q = _noise(marginal.draws, top.values.size, key)
-        offsets = noise / jnp.sqrt(top.steepness) @ top.directions.T
+        drawn = draw_along(
+            lambda values: log_density(values, theta),
+            top.values,
+            axes_of(top.directions, top.steepness),
+            marginal.draws,
+            key,
+        )
 
         def evidence(values: Array, theta: Array) -> tuple[Array, Array]:
-            terms = jax.vmap(log_density, (0, None))(values + offsets, theta) - log_q
+            terms = jax.vmap(log_density, (0, None))(values + drawn.offsets, theta) - drawn.log_density
             return jax.nn.logsumexp(terms) - jnp.log(marginal.draws) - 0.5 * jnp.log(top.steepness).sum(), terms
 
         (found, terms), (by_top, by_theta) = jax.value_and_grad(evidence, (0, 1), has_aux=True)(top.values, theta)
         weights = jax.nn.softmax(terms)
-        middle = weights @ offsets
-        # The curvature at the top says which way the posterior is long, the draws how wide it is in all.
-        width = (weights @ ((offsets - middle) @ top.directions) ** 2 * top.steepness).mean()
-        factor = jnp.linalg.cholesky(top.directions * (jnp.clip(width, *WIDTHS) / top.steepness) @ top.directions.T)
+        middle = weights @ drawn.noise
+        # The density along the axes says how wide the posterior is along each, the draws how wide in all.
+        width = (weights @ (drawn.noise - middle) ** 2 / drawn.variances).mean()
+        covariance = drawn.axes * (jnp.clip(width, *WIDTHS) * drawn.variances) @ drawn.axes.T
+        normal = jnp.concatenate([top.values + drawn.axes @ middle, jnp.linalg.cholesky(covariance).reshape(-1)])
         # Draws around a place that is not the top say nothing.
         counting = jnp.where(top.last < LOST, 1 / (weights**2).sum() / marginal.draws, 0.0)
         along = top.directions @ (top.directions.T @ by_top / top.steepness)
-        return Weighed(found, by_theta, along, counting, jnp.concatenate([top.values + middle, factor.reshape(-1)]))
+        return Weighed(found, by_theta, along, counting, normal)
 
     return _of_tile(study, marginal, arguments, data, seed, one)(index, top)
 
@@ -309,26 +312,6 @@ def normals_of_tile(weighed: Weighed, top: Top, mixed: Array, step: Array) -> Ar
     slopes = jnp.einsum("mik,mk,mjk,jms->mis", top.directions, 1 / top.steepness, top.directions, mixed, precision="highest")
     mean = jnp.matmul(slopes, step, precision="highest")
     return jnp.concatenate([weighed.normal.at[:, : mean.shape[1]].add(mean), slopes.reshape(len(mean), -1)], 1)
-
-
-def _noise(draws: int, size: int, key: PRNGKeyArray) -> tuple[Float[Array, "draw size"], Float[Array, " draw"]]:
-    """Draws of Student's t around zero and their log-densities: a net of points, shifted at random, and its mirror image.
-
-    Its tails are longer than a normal distribution's, so that skewed posteriors do not lie outside of it.
-    """
-    chances = jnp.clip((net(draws // 2, size + 1) + jax.random.uniform(key, (size + 1,))) % 1.0, EDGE, 1 - EDGE)
-    table = _chi_squares()
-    radius = jnp.sqrt(TAILS / jnp.interp(chances[:, -1], jnp.linspace(0.0, 1.0, len(table)), table))
-    half = jax.scipy.stats.norm.ppf(chances[:, :-1]) * radius[:, None]
-    noise = jnp.concatenate([half, -half])
-    constant = gammaln((TAILS + size) / 2) - gammaln(TAILS / 2) - 0.5 * size * np.log(TAILS * np.pi)
-    return noise, constant - 0.5 * (TAILS + size) * jnp.log1p((noise**2).sum(-1) / TAILS)
-
-
-@functools.cache
-def _chi_squares() -> Float[np.ndarray, " chance"]:
-    """Quantiles of the chi-squared distribution at evenly spaced chances."""
-    return chi2.ppf(np.clip(np.linspace(0, 1, 4097), EDGE, 1 - EDGE), TAILS).astype(np.float32)
 
 
 @quick_jit(static_argnums=(0, 1))
