@@ -19,7 +19,7 @@ from pavi.cascade import EDGE
 from pavi.inner import net
 
 # Where the density along an axis is looked at, in standard deviations as the curvature has them. It ends at the last.
-_SIDE = (0.4, 0.9, 1.5, 2.25, 3.25, 4.5, 7.0, 12.0)
+_SIDE = (0.6, 1.6, 3.2, 7.0, 30.0)
 KNOTS = np.array([*(-s for s in reversed(_SIDE)), 0.0, *_SIDE], np.float32)
 # Densities along axes are drawn from to the power of one over this, so that draws lie a little more widely.
 WIDENED = 1.15
@@ -57,25 +57,53 @@ def draw_along(
 ) -> Draws:
     """Draws along axes: a net of points, shifted at random, and its mirror image."""
 
-    def along(axis: Array) -> Array:
-        return jax.vmap(lambda knot: log_density(top + knot * axis))(jnp.asarray(KNOTS))
+    def along(axis: Array) -> tuple[Array, Array]:
+        def look(knot: Array) -> tuple[Array, Array]:
+            return jax.jvp(lambda knot: log_density(top + knot * axis), (knot,), (jnp.ones(()),))
 
-    heights = jax.lax.map(along, axes.T)  # one after the other: all at once would take more memory than the draws
-    heights = heights - heights[:, KNOTS.size // 2, None]
-    heights = jnp.where(jnp.isfinite(heights), jnp.clip(heights, LOWEST, HIGHEST), LOWEST) / WIDENED
+        heights, slopes = jax.vmap(look)(jnp.asarray(KNOTS))
+        return _hull(heights - heights[KNOTS.size // 2], slopes)
+
+    knots, heights = jax.lax.map(along, axes.T)  # one after the other: all at once would take more memory than the draws
+    heights = heights / WIDENED
     size = top.size
     half = (net(draws // 2, size) + jax.random.uniform(key, (size,))) % 1.0
     chances = jnp.clip(jnp.concatenate([half, 1 - half]), EDGE, 1 - EDGE)
-    noise, log_q = jax.vmap(_along_one, (0, 1), 1)(heights, chances)
+    noise, log_q = jax.vmap(_along_one, (0, 0, 1), 1)(knots, heights, chances)
     # Along one axis draws tell the variance well: they are a net, and the density that they are to have is known.
     weights = jax.nn.softmax((WIDENED - 1) * log_q, 0)
     variances = (weights * (noise - (weights * noise).sum(0)) ** 2).sum(0)
     return Draws(noise, log_q.sum(1), axes, variances)
 
 
-def _along_one(heights: Float[Array, " knot"], chances: Float[Array, " draw"]) -> tuple[Array, Array]:
+def _hull(heights: Float[Array, " knot"], slopes: Float[Array, " knot"]) -> tuple[Array, Array]:
+    """Places and heights between which a log-density of given heights and slopes at knots is near a straight line.
+
+    Between knots there is the place where tangents meet: a concave density lies below them. Where they do not meet there,
+    the place in the middle, on the straight line between knots.
+    """
+    seen = jnp.isfinite(heights) & jnp.isfinite(slopes)
+    heights = jnp.where(seen, jnp.clip(heights, LOWEST, HIGHEST), LOWEST)
+    slopes = jnp.where(seen, slopes, 0.0)
+    knots = jnp.asarray(KNOTS)
+    lengths = jnp.diff(knots)
+    falls = slopes[:-1] - slopes[1:]
+    part = (jnp.diff(heights) - slopes[1:] * lengths) / jnp.where(falls > 0, falls, 1.0) / lengths
+    meet = (falls > 0) & (part > 0) & (part < 1)
+    part = jnp.where(meet, part, 0.5)
+    between = heights[:-1] + jnp.where(meet, slopes[:-1] * lengths, jnp.diff(heights)) * part
+
+    def woven(ours: Array, between: Array) -> Array:
+        return jnp.append(jnp.stack([ours[:-1], between], 1).reshape(-1), ours[-1])
+
+    return woven(knots, knots[:-1] + part * lengths), woven(heights, between)
+
+
+def _along_one(
+    knots: Float[Array, " knot"], heights: Float[Array, " knot"], chances: Float[Array, " draw"]
+) -> tuple[Array, Array]:
     """Draws along one axis, and their log-densities: between knots the logarithm of the density is a straight line."""
-    lengths, rises = jnp.diff(jnp.asarray(KNOTS)), jnp.diff(heights)
+    lengths, rises = jnp.diff(knots), jnp.diff(heights)
     flat = jnp.abs(rises) < 1e-3
     slopes = jnp.where(flat, 1.0, rises)
     masses = lengths * jnp.exp(heights[:-1]) * jnp.where(flat, 1 + 0.5 * rises, jnp.expm1(slopes) / slopes)
@@ -86,5 +114,5 @@ def _along_one(heights: Float[Array, " knot"], chances: Float[Array, " draw"]) -
     rise = slopes[piece]
     within = jnp.where(flat[piece], part, jnp.log1p(part * jnp.expm1(rise)) / rise)
     within = jnp.clip(within, 0.0, 1.0)
-    noise = jnp.asarray(KNOTS)[piece] + within * lengths[piece]
+    noise = knots[piece] + within * lengths[piece]
     return noise, heights[piece] + within * rises[piece] - jnp.log(ends[-1])
