@@ -8,6 +8,8 @@ import numpy as np
 import numpyro.distributions as dist
 import pytest
 from numpyro.handlers import seed, trace
+from scipy import stats
+from scipy.special import logsumexp
 
 import pavi
 from pavi.branch import fixed_branch
@@ -31,6 +33,17 @@ def test_summed_labels_equal_enumeration():
     )
     np.testing.assert_allclose(shared.log_joint(jnp.asarray(x)), joint, rtol=1e-5)
     np.testing.assert_allclose(shared.log_prob(jnp.asarray(x)), jax.nn.logsumexp(joint, -1), rtol=1e-5)
+
+
+def test_shared_label_keeps_the_digits_of_narrow_networks():
+    """Fingerprints a hundred times farther from zero than vectors from them: float32 against float64."""
+    rng = np.random.default_rng(0)
+    locs, scales = 6 * rng.standard_normal((3, 64)), np.array([0.05, 0.1, 1.0])
+    x = (locs[0] + scales[0] * rng.standard_normal((500, 2, 64))).astype(np.float32)
+    f32 = SharedLabel(jnp.zeros(3), jnp.asarray(locs, jnp.float32), jnp.asarray(scales, jnp.float32), 2).log_prob(x)
+    locs, scales = locs.astype(np.float32).astype(float), scales.astype(np.float32).astype(float)
+    exact = stats.norm.logpdf(x.astype(float)[:, :, None], locs, scales[:, None]).sum((1, 3)) - np.log(3)
+    np.testing.assert_allclose(f32, logsumexp(exact, axis=1), atol=1e-3)
 
 
 def test_draws_share_their_label():

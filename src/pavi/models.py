@@ -48,11 +48,13 @@ class SharedLabel(dist.Distribution):
     def log_joint(self, value: Float[Array, "*batch vector feature"]) -> Float[Array, "*batch label"]:
         """log p(value, label) for every label.
 
-        The sum of squares around each label's vector comes from sums over the vectors: one product of matrices.
+        Squares are those of differences: fingerprints may lie a hundred times farther from zero than vectors from them, and
+        of differences of squares no digit would be left.
         """
         count, features = value.shape[-2:]
-        total, squares = value.sum(-2), (value**2).sum((-2, -1))
-        around = squares[..., None] - 2 * total @ self.locs.T + count * (self.locs**2).sum(-1)
+        middle = value.mean(-2)
+        within = ((value - middle[..., None, :]) ** 2).sum((-2, -1))
+        around = within[..., None] + count * ((middle[..., None, :] - self.locs) ** 2).sum(-1)
         log_norm = count * features * (jnp.log(self.scales) + 0.5 * jnp.log(2 * jnp.pi))
         return jax.nn.log_softmax(self.logits) - 0.5 * around / self.scales**2 - log_norm
 
@@ -166,7 +168,8 @@ def simulate_cohort(
         fingerprint_scale: standard deviation of the fingerprints. Smaller makes labels harder to tell.
         population_scale: standard deviation of the population's logits.
         spread: standard deviation of the logarithms of `kappa` and `gamma`.
-        dtype: of the data. Half precision holds them well enough for spreads to come out right; bfloat16 does not.
+        dtype: of the data. Half precision holds them well enough where spreads are not much smaller than fingerprints; with
+            the paper's scales some are, and their `kappa` comes out right with float32. bfloat16 is too coarse for both.
         store: an array to write the data to subject by subject, such as `zarr.create_array(...)` or a memory map of the
             right shape; by default they stay on the device.
         seed: for the random numbers.
