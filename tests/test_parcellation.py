@@ -40,7 +40,9 @@ def test_shared_label_keeps_the_digits_of_narrow_networks():
     rng = np.random.default_rng(0)
     locs, scales = 6 * rng.standard_normal((3, 64)), np.array([0.05, 0.1, 1.0])
     x = (locs[0] + scales[0] * rng.standard_normal((500, 2, 64))).astype(np.float32)
-    f32 = SharedLabel(jnp.zeros(3), jnp.asarray(locs, jnp.float32), jnp.asarray(scales, jnp.float32), 2).log_prob(x)
+    f32 = SharedLabel(jnp.zeros(3), jnp.asarray(locs, jnp.float32), jnp.asarray(scales, jnp.float32), 2).log_prob(
+        jnp.asarray(x)
+    )
     locs, scales = locs.astype(np.float32).astype(float), scales.astype(np.float32).astype(float)
     exact = stats.norm.logpdf(x.astype(float)[:, :, None], locs, scales[:, None]).sum((1, 3)) - np.log(3)
     np.testing.assert_allclose(f32, logsumexp(exact, axis=1), atol=1e-3)
