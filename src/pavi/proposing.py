@@ -2,7 +2,8 @@
 
 Around the place where the density is highest, axes are chosen along which its curvature is that of independent numbers. The
 density is followed along each of them, on both sides, so that a posterior which falls off steeply on one side and slowly
-on the other is drawn from as it is. Where latents are independent or jointly normal, draws are those of the posterior.
+on the other is drawn from as it is. Where latents are independent or jointly normal, draws are those of the posterior,
+a little widened.
 """
 
 from __future__ import annotations
