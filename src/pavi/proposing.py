@@ -65,7 +65,7 @@ def draw_along(
         heights, slopes = jax.vmap(look)(jnp.asarray(KNOTS))
         return _hull(heights - heights[KNOTS.size // 2], slopes)
 
-    knots, heights = jax.lax.map(along, axes.T)  # one after the other: all at once would take more memory than the draws
+    knots, heights = jax.vmap(along)(axes.T)
     heights = heights / WIDENED
     size = top.size
     half = (net(draws // 2, size) + jax.random.uniform(key, (size,))) % 1.0
