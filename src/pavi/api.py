@@ -103,10 +103,10 @@ def fit(
     check_runs(template, runs)
     memory = device_memory() * number_of(devices)
     polished = polished_family(family, polish)
-    planned = make_plan(template, arguments, data, family, batch, num_particles, memory, placement, inner, polished)
+    starts = usual_starts(template) if starts is None else starts
+    planned = make_plan(template, arguments, data, family, batch, num_particles, memory, placement, inner, polished, starts)
     observations = observe(template, data, supports, on_host=planned.data_place is Place.HOST)
     runs = usual_runs(template, observations.stored, planned.batch) if runs is None else runs
-    starts = usual_starts(template) if starts is None else starts
     values = unconstrain(study, arguments, init or {}, {} if observations.stored else observations.arrays)
     setting = Setting(
         family,

@@ -292,17 +292,23 @@ def weigh_tile(
     return _of_tile(study, marginal, arguments, data, seed, one)(index, top)
 
 
-@jax.jit
+@quick_jit(static_argnums=())
 def sum_tile(weighed: Weighed, moving: Array, counts: Array) -> Look:
-    """Sums over the members of a tile that count; but evidences, which in all may have more digits than a number here."""
-    scores = weighed.staying + moving
-    usable = counts & jnp.isfinite(weighed.evidence) & jnp.isfinite(scores).all(-1) & (weighed.counting > 0)
+    """Sums over the members of a tile that count; but evidences, which in all may have more digits than a number here.
+
+    Members whose top was not found have no score. Their evidence is what it seems to be, at worst the lowest of all:
+    otherwise places where members are lost would seem better than they are.
+    """
+    scores, known = weighed.staying + moving, jnp.isfinite(weighed.evidence)
+    usable = counts & known & jnp.isfinite(scores).all(-1) & (weighed.counting > 0)
     scores = jnp.where(usable[:, None], scores, 0.0)
-    evidence, counting = (jnp.where(usable, each, 0.0) for each in (weighed.evidence, weighed.counting))
-    return Look(evidence, scores.sum(0), jnp.matmul(scores.T, scores, precision="highest"), counting.sum())
+    lowest = jnp.where(known, weighed.evidence, jnp.inf).min()
+    evidence = jnp.where(counts, jnp.where(known, weighed.evidence, lowest), 0.0)
+    counting = jnp.where(usable, weighed.counting, 0.0).sum()
+    return Look(evidence, scores.sum(0), jnp.matmul(scores.T, scores, precision="highest"), counting)
 
 
-@jax.jit
+@quick_jit(static_argnums=())
 def normals_of_tile(weighed: Weighed, top: Top, mixed: Array, step: Array) -> Array:
     """Posteriors of a tile of members (`pavi.families.polished`), after a step of theta.
 

@@ -288,6 +288,7 @@ class Polisher:
             )
             self.refinement = Refinement(study, arguments, observations, setting)
             self.refinement.compile(units)
+            self.family.settle_ahead(study, arguments, observations.everything, units, frozenset())
 
     def run(self, fit: Fit, started: float) -> Fit:
         """A polished fit. `started` is when its own seconds begin."""

@@ -20,6 +20,7 @@ from pavi.families.pulling import pull_size, pulled_levels
 from pavi.inner import Inner, Marginal
 from pavi.reading import check_batch, check_points, members_per_step, split_arguments
 from pavi.sources import is_stored
+from pavi.starting import usual_starts
 from pavi.stepping import State, default_optimizers, first_state
 from pavi.template import Level, Template
 from pavi.tracing import data_name, trace
@@ -116,6 +117,7 @@ def plan(
     batch: Mapping[str, int] | None = None,
     num_particles: int = 8,
     inner_points: int = 0,
+    starts: int | None = None,
     polish: bool | Mapping[str, Any] = False,
     memory: int | None = None,
     placement: str | os.PathLike | None = None,
@@ -131,6 +133,7 @@ def plan(
         batch: members per step, by plate; chosen by size for the plates not named.
         num_particles: Monte Carlo samples per step.
         inner_points: as in `pavi.fit`.
+        starts: as in `pavi.fit`.
         polish: as in `pavi.fit`.
         memory: bytes the device has; by default what it says of itself.
         placement: as in `pavi.fit`; by default data and rows lie on the device as far as there is room.
@@ -158,7 +161,8 @@ def plan(
     batch = check_batch(template, batch, family)
     _, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
     polished = polished_family(family, polish)
-    return make_plan(template, arguments, data, family, batch, num_particles, memory, placement, inner, polished)
+    starts = usual_starts(template) if starts is None else starts
+    return make_plan(template, arguments, data, family, batch, num_particles, memory, placement, inner, polished, starts)
 
 
 def polished_family(family: Family, polish: bool | Mapping[str, Any]) -> Family | None:
@@ -179,6 +183,7 @@ def make_plan(
     placement: str | os.PathLike | None = None,
     inner: Inner | None = None,
     polished: Family | None = None,
+    starts: int = 1,
 ) -> Plan:
     """What `plan` says, for a model that has been read.
 
@@ -200,8 +205,10 @@ def make_plan(
     movable = sum(sizes[name] for name, array in arrays.items() if not isinstance(array, jax.Array)) - stored
     step_bytes, temporary_bytes = _of_a_step(template, arrays, state, chosen, num_particles, inner)
     state_bytes = _bytes((state.weights, state.optimizer, state.row_optimizer))
+    temporary_bytes = max(temporary_bytes, _pull_bytes(template, family, weights))
     if polished is not None:
         temporary_bytes = max(temporary_bytes, _polish_bytes(template, polished, weights, whole, state_bytes))
+    copied = _bytes(weights.rows) if starts > 1 else 0  # starts begin from a copy of the first rows on the device
     found = Plan(
         template=template,
         num_latents=template.num_latents,
@@ -211,7 +218,7 @@ def make_plan(
         encoding_sizes={level: rows.shape[-1] for level, rows in weights.rows.items()},
         data_bytes=sum(sizes.values()) + _bytes(arguments),
         state_bytes=state_bytes,
-        temporary_bytes=max(temporary_bytes, _pull_bytes(template, family, weights)),
+        temporary_bytes=max(temporary_bytes, copied),
         step_bytes=step_bytes,
         memory=device_memory() if memory is None else memory,
         data_place=Place.STORED if stored else Place.DEVICE,
@@ -220,7 +227,9 @@ def make_plan(
         rows_bytes=_bytes((state.weights.rows, state.row_optimizer)),
     )
     data_on_host = dataclasses.replace(found, data_place=Place.HOST, stored_bytes=stored + movable) if movable else found
-    both_on_host = dataclasses.replace(data_on_host, rows_place=Place.HOST) if found.rows_bytes else data_on_host
+    both_on_host = data_on_host
+    if found.rows_bytes:
+        both_on_host = dataclasses.replace(data_on_host, rows_place=Place.HOST, temporary_bytes=temporary_bytes)
     every = (found, data_on_host, both_on_host)
     choices = every if placement is None else every[:1] if placement == "device" else every[-1:]
     for choice in choices:

@@ -28,9 +28,11 @@ SETTLED, NEAR = 0.25, 1.0
 # Prior standard deviations that a number moves at most in one step. A step after which the log posterior is lower by this
 # many nats, and so many times its rounding, is taken back and shortened, this often at most. Rounding is that of the
 # whole: a number outside of plates, such as a spread, is rounded for all members alike.
-LONGEST_STEP, LARGEST_FALL, ROUNDINGS, SHORTENED, MOST_SHORTENED = 10.0, 5.0, 0.5, 0.3, 6
+LONGEST_STEP, LARGEST_FALL, ROUNDINGS, SHORTENED, MOST_SHORTENED = 1.0, 5.0, 0.5, 0.3, 6
 # Information in a direction is at least this part of that in the direction of most.
 LEAST_PART = 1e-7
+# Squares of scores around their mean are at least this part of those around zero.
+LEAST_SCATTER = 1e-6
 MOST_ROUNDS = 30
 # Times that a step is shortened at most where the last one turned out too long.
 MOST_STEEPER = 4.0
@@ -139,7 +141,7 @@ class _Search:
         look = self.members.look(theta, np.sort(self.order[: self.looked_at]), self.bar)
         value, gradient, information = self.members.outside(theta)
         times = self.members.count / self.looked_at
-        scatter = look.squares - np.outer(look.score, look.score) / self.looked_at
+        scatter = _centered(look.squares, look.score, self.looked_at)
         kept = _kept(scatter, list(self.places.values()), self.looked_at)
         whole = _definite(information + _shrunk(scatter, kept, self.looked_at) * times)
         free = _definite(information + _shrunk(scatter, np.ones_like(kept), self.looked_at) * times)
@@ -184,13 +186,20 @@ def _definite(information: np.ndarray) -> np.ndarray:
     return directions * np.maximum(np.abs(steepness), LEAST_PART * steepness[-1]) @ directions.T
 
 
+def _centered(squares: np.ndarray, score: np.ndarray, looked_at: int) -> np.ndarray:
+    """The scatter of scores around their mean. Far from the top they may all be alike, and no digit of it be left."""
+    scatter = squares - np.outer(score, score) / looked_at
+    np.fill_diagonal(scatter, np.maximum(np.diag(scatter), LEAST_SCATTER * np.diag(squares) + np.finfo(float).tiny))
+    return scatter
+
+
 def _kept(scatter: np.ndarray, blocks: list[slice], looked_at: int) -> np.ndarray:
     """The square root of what is kept of correlations between each site's numbers: less, the more they look like noise.
 
     Of many numbers some will seem to hang together among so few members, and the inverse would be far off along them
     (Schäfer and Strimmer 2005).
     """
-    deviations = np.sqrt(np.maximum(np.diag(scatter), np.finfo(float).tiny))
+    deviations = np.sqrt(np.diag(scatter))
     found = scatter / np.outer(deviations, deviations)
     kept = np.ones(len(found))
     for block in blocks:

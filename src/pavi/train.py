@@ -42,6 +42,7 @@ from pavi.stepping import (
     draws_of_prior,
     first_state,
     init,
+    place,
     prior_ahead,
     prior_units,
 )
@@ -170,6 +171,13 @@ def best_start(
     data = {} if observations.stored else observations.arrays
     draws = draws_of_prior(problem.study, inputs.arguments, data, seed)
     tries: list[tuple[float, Mapping[str, Start], int]] = []
+    # Most starts have the same first weights, which are kept; rows in host memory are found again instead.
+    kept = None if problem.hosted or starts == 1 else jax.tree.map(jnp.copy, state.weights)
+
+    def started_from(weights: int) -> State:
+        if kept is None or weights:
+            return init(problem, observations.everything, seed, weights)
+        return place(problem, jax.tree.map(jnp.copy, kept), seed)
 
     def stretch(state: State, tried: Inputs, first: int, count: int) -> tuple[State, np.ndarray]:
         rates = np.zeros(LONGEST_CHUNK, np.float32)
@@ -200,15 +208,15 @@ def best_start(
                 values = {**finding[number - 1].result(), **fixed}
                 # Starts at some value share their first weights, which would tell more in so few steps than values do.
                 weights = 0 if values else number
-                del state  # to keep those of several starts would take as much memory again
-                state = init(problem, observations.everything, seed, weights)
+                del state  # to keep those of several starts would take several times the memory
+                state = started_from(weights)
             score, tried, state = attempt(values, state)
             tries.append((score, values, weights))
     best = int(np.argmax([score for score, _, _ in tries]))
     if best != starts - 1:  # the same steps once more
         _, values, weights = tries[best]
         del state
-        _, tried, state = attempt(values, init(problem, observations.everything, seed, weights))
+        _, tried, state = attempt(values, started_from(weights))
     return tried, state._replace(step=jnp.zeros_like(state.step), skipped=jnp.zeros_like(state.skipped))
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from pavi.branch import fixed_branch
 from pavi.cascade import Draw, Sampler, Study
-from pavi.compiling import quick_jit
+from pavi.compiling import in_background, quick_jit
 from pavi.encodings import FreeEncodings, ReadEncodings, SetEncoder
 from pavi.errors import SettingError
 from pavi.families.base import (
@@ -32,7 +32,7 @@ from pavi.families.base import (
     score_through,
 )
 from pavi.families.looking import encode_study, show
-from pavi.families.pulling import pull_size, pulls, pulls_of_all
+from pavi.families.pulling import first_tiles, pull_size, pulls, pulls_of_all
 from pavi.flows import MAF, Flow
 from pavi.prior import Prior
 from pavi.sources import Stored
@@ -253,6 +253,22 @@ def rows_with_pulls(
     """Rows of all members with what they are shown beside them, latents outside being where a family centers them."""
     tile = partial(_pulls_of_tile, family, study, arguments, units, weights.shared)
     return _beside(weights.rows, pulls_of_all(study.template, weights.rows, data, tile))
+
+
+def pulls_ahead(
+    family: Centered, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, weights: Weights
+) -> None:
+    """Compiles in the background what `rows_with_pulls` will need, for weights of these shapes."""
+    template = study.template
+
+    def part(array: Any, level: Level, indices: Mapping[str, np.ndarray]) -> jax.ShapeDtypeStruct:
+        here = (*(len(indices[plate]) for plate in level), *array.shape[len(level) :])
+        return jax.ShapeDtypeStruct(here, array.dtype)
+
+    for indices in first_tiles(template):
+        rows = {level: part(array, level, indices) for level, array in weights.rows.items()}
+        shown = {name: part(array, template.site(name).level, indices) for name, array in data.items()}
+        in_background(_pulls_of_tile, family, study, arguments, units, weights.shared, rows, shown, indices)
 
 
 @quick_jit(static_argnums=(0, 1))

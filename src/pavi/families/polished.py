@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from pavi.cascade import Draw, Sampler, Study
 from pavi.families.base import Family, Glimpse, Reading, Units, Weights
-from pavi.families.pavi import PAVI, rows_with_pulls
+from pavi.families.pavi import PAVI, pulls_ahead, rows_with_pulls
 from pavi.inner import Marginal
 from pavi.prior import Prior
 from pavi.template import Level, Site, Template
@@ -156,6 +156,15 @@ class Polished:
         found = Polished(family, self.marginal)
         rows = {**settled.rows, self._level: normal.members}
         return Reading(found, found.add(settled, normal)._replace(rows=rows, memory={}))
+
+    def settle_ahead(
+        self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, whole: frozenset[str]
+    ) -> None:
+        """Compiles in the background what `settle` will need."""
+        if self._pulled is not None:
+            weights = self.shapes(study.template, whole)
+            rows = {**weights.rows, self._level: weights.memory[self._members]}
+            pulls_ahead(self, study, arguments, data, units, weights._replace(rows=rows))
 
     def together(
         self,

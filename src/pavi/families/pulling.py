@@ -7,7 +7,7 @@ seldom a step visits the member and refines its encoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from pavi.families.base import Glimpse, Units
 from pavi.prior import Prior
 from pavi.sources import take
 from pavi.template import Level, Site, Template
-from pavi.tiles import tiles
+from pavi.tiles import Tile, tiles
 
 
 def pulled_levels(template: Template) -> frozenset[Level]:
@@ -79,11 +79,10 @@ def pulls_of_all(
     `tile` finds what members are shown from rows, data and indices.
     """
     found = {}
-    members = {plate.name: np.arange(plate.size) for plate in template.plates}
     for level in pulled_levels(template):
         xp = np if isinstance(rows[level], np.ndarray) else jnp
         shown = xp.zeros((*template.sizes(level), pull_size(template, level)), rows[level].dtype)
-        for at, _, _ in tiles(template, [level], members, 1):
+        for at in _tiles(template, level):
             rows_here = {other: _at(array, other, at.indices) for other, array in rows.items()}
             data_here = {name: _at(array, template.site(name).level, at.indices) for name, array in data.items()}
             place = tuple(at.slices[plate] for plate in level)
@@ -94,6 +93,16 @@ def pulls_of_all(
                 shown = _put(shown, part, tuple(np.int32(each.start) for each in place))
         found[level] = shown
     return found
+
+
+def first_tiles(template: Template) -> list[dict[str, np.ndarray]]:
+    """Indices of the members of the first tile of each such level; all other tiles are as large."""
+    return [next(_tiles(template, level)).indices for level in pulled_levels(template)]
+
+
+def _tiles(template: Template, level: Level) -> Iterator[Tile]:
+    members = {plate.name: np.arange(plate.size) for plate in template.plates}
+    return (tile for tile, _, _ in tiles(template, [level], members, 1))
 
 
 def _at(array: Any, level: Level, indices: Mapping[str, np.ndarray]) -> Any:
