@@ -78,7 +78,7 @@ def marginal_of(template: Template, draws: int, points: int) -> Marginal:
         )
     if why is not None:
         raise SettingError(f"This model cannot be polished: {why}.")
-    if draws < 2 or draws & (draws - 1):
+    if draws < 4 or draws & (draws - 1):
         raise SettingError(f"polish(num_draws={draws}): expected a power of two, such as 128.")
     return Marginal(level[0], inner_of(template, points) if deeper else None, draws)
 
@@ -251,6 +251,16 @@ class Weighed(NamedTuple):
     normal: Any
 
 
+def _shortfall(terms: Float[Array, " draw"]) -> Float[Array, ""]:
+    """By how much the logarithm of a mean of draws falls short of that of their expectation, on average.
+
+    This is half the relative variance of the mean, which two halves of the draws tell. It does not fall with the number of
+    members, and depends on what is outside of plates.
+    """
+    halves = jax.nn.softmax(terms).reshape(2, 2, -1).sum((0, 2))  # each is a net of points and its mirror image
+    return 0.5 * (halves[0] - halves[1]) ** 2
+
+
 @quick_jit(static_argnums=(0, 1))
 def weigh_tile(
     study: Study,
@@ -275,7 +285,8 @@ def weigh_tile(
 
         def evidence(values: Array, theta: Array) -> tuple[Array, Array]:
             terms = jax.vmap(log_density, (0, None))(values + drawn.offsets, theta) - drawn.log_density
-            return jax.nn.logsumexp(terms) - jnp.log(marginal.draws) - 0.5 * jnp.log(top.steepness).sum(), terms
+            mean = jax.nn.logsumexp(terms) - jnp.log(marginal.draws)
+            return mean + _shortfall(terms) - 0.5 * jnp.log(top.steepness).sum(), terms
 
         (found, terms), (by_top, by_theta) = jax.value_and_grad(evidence, (0, 1), has_aux=True)(top.values, theta)
         weights = jax.nn.softmax(terms)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm.auto import tqdm
 
+from pavi.evidence import Look
 from pavi.families import Normal, Units, outside
 from pavi.members import Members
 
@@ -31,8 +32,6 @@ SETTLED, NEAR = 0.25, 1.0
 LONGEST_STEP, LARGEST_FALL, ROUNDINGS, SHORTENED, MOST_SHORTENED = 1.0, 5.0, 0.5, 0.3, 6
 # Information in a direction is at least this part of that in the direction of most.
 LEAST_PART = 1e-7
-# Squares of scores around their mean are at least this part of those around zero.
-LEAST_SCATTER = 1e-6
 MOST_ROUNDS = 30
 # Times that a step is shortened at most where the last one turned out too long.
 MOST_STEEPER = 4.0
@@ -67,10 +66,10 @@ class _Search:
         self.looked_at = min(max(FIRST_MEMBERS * len(self.center), FIRST_IN_ALL), members.count)
 
     def run(self, theta: np.ndarray) -> Normal | None:
-        here = self._first(theta.astype(np.float64))
+        here = self._newton(self._first(theta.astype(np.float64)))
         last: _Newton | None = None
         for _ in range(MOST_ROUNDS):
-            step = here.step * min(1.0, LONGEST_STEP / np.abs(here.step / self.spread).max())
+            step = here.step(LONGEST_STEP * self.spread)
             step /= 1.0 if last is None else here.steeper_than_thought(last)
             moved = np.abs(step / np.sqrt(np.diag(here.covariance))).max()
             self.bar.set_postfix_str(f"next step {moved:.2f} posterior sd", refresh=False)
@@ -78,19 +77,19 @@ class _Search:
                 break
             if self.looked_at < self.members.count and moved < NEAR * np.sqrt(self.members.count / self.looked_at):
                 self.looked_at = min(MORE_MEMBERS * self.looked_at, self.members.count)
-                here, last = self._at(here.theta + step), None
+                here, last = self._newton(self._at(here.theta + step)), None
                 continue
             there = self._along(here, step)
             if there is None:
                 step = np.zeros_like(step)
                 break
-            here, last = there, here
+            here, last = self._newton(there), here
         else:
             step = np.zeros_like(here.theta)
         unsettled = self.looked_at < self.members.count or moved >= SETTLED
         if self.looked_at < self.members.count:
             self.looked_at, step = self.members.count, np.zeros_like(step)
-            here = self._at(here.theta)
+            here = self._newton(self._at(here.theta))
         if here.counting < FEWEST_COUNTING:
             warnings.warn(
                 f"Only {here.counting:.0%} of the draws of members' latents count: their posteriors are too far from normal "
@@ -107,7 +106,7 @@ class _Search:
             )
         return Normal(here.theta + step, np.linalg.cholesky(here.covariance), self.members.posteriors(here.theta, step))
 
-    def _first(self, theta: np.ndarray) -> _Newton:
+    def _first(self, theta: np.ndarray) -> _Place:
         """Where the search begins: where the fit is, but for sites that the evidence would rather have at their start.
 
         A bound may drive a spread to nothing, and from there no step would lead back.
@@ -117,42 +116,60 @@ class _Search:
             tried = best.theta.copy()
             tried[place] = self.center[place]
             found = self._at(tried)
-            if found.height > best.height + self._tolerance(best):
+            if found.height > best.height + self._tolerance(best.height):
                 best, known = found, self.members.known()
             else:
                 self.members.recall(known)
         return best
 
-    def _along(self, here: _Newton, step: np.ndarray) -> _Newton | None:
+    def _along(self, here: _Newton, step: np.ndarray) -> _Place | None:
         """The place that a step leads to, the step shortened as long as that is lower; None where all are."""
         known = self.members.known()
         for number in range(MOST_SHORTENED):
             there = self._at(here.theta + step * SHORTENED**number)
-            if there.height >= here.height - self._tolerance(here):
+            if there.height >= here.height - self._tolerance(here.height):
                 return there
             self.members.recall(known)
         return None
 
-    def _tolerance(self, here: _Newton) -> float:
-        return LARGEST_FALL + ROUNDINGS * float(np.finfo(self.members.values.dtype).eps) * abs(here.height)
+    def _tolerance(self, height: float) -> float:
+        return LARGEST_FALL + ROUNDINGS * float(np.finfo(self.members.values.dtype).eps) * abs(height)
 
-    def _at(self, theta: np.ndarray) -> _Newton:
-        """The log posterior at a place, as far as the members that are looked at tell."""
+    def _at(self, theta: np.ndarray) -> _Place:
+        """A place, and how high the log posterior is there, as far as the members that are looked at tell."""
         look = self.members.look(theta, np.sort(self.order[: self.looked_at]), self.bar)
-        value, gradient, information = self.members.outside(theta)
-        times = self.members.count / self.looked_at
-        scatter = _centered(look.squares, look.score, self.looked_at)
+        prior = self.members.outside(theta)
+        return _Place(theta, float(look.evidence) * self._times + prior[0], look, *prior[1:])
+
+    @property
+    def _times(self) -> float:
+        return self.members.count / self.looked_at
+
+    def _newton(self, place: _Place) -> _Newton:
+        """The log posterior around a place that was looked at last."""
+        look = place.look
+        scatter = look.squares - np.outer(look.score, look.score) / self.looked_at
         kept = _kept(scatter, list(self.places.values()), self.looked_at)
-        whole = _definite(information + _shrunk(scatter, kept, self.looked_at) * times)
-        free = _definite(information + _shrunk(scatter, np.ones_like(kept), self.looked_at) * times)
+        whole = _definite(place.information + _shrunk(scatter, kept, self.looked_at) * self._times)
+        free = _definite(place.information + _shrunk(scatter, np.ones_like(kept), self.looked_at) * self._times)
         return _Newton(
-            theta,
-            float(look.evidence) * times + value,
-            look.score * times + gradient,
+            place.theta,
+            place.height,
+            look.score * self._times + place.gradient,
             whole,
             np.linalg.inv(free),
             float(look.counting) / self.looked_at,
         )
+
+
+class _Place(NamedTuple):
+    """A place and the log posterior there: its height, what members say of it, and the prior's gradient and information."""
+
+    theta: np.ndarray
+    height: float
+    look: Look
+    gradient: np.ndarray
+    information: np.ndarray
 
 
 class _Newton(NamedTuple):
@@ -168,9 +185,14 @@ class _Newton(NamedTuple):
     covariance: np.ndarray
     counting: float
 
-    @property
-    def step(self) -> np.ndarray:
-        return np.linalg.solve(self.information, self.gradient)
+    def step(self, longest: np.ndarray) -> np.ndarray:
+        """A Newton step. Numbers that would move too far move as far as they may, and the others as they then would."""
+        step = np.linalg.solve(self.information, self.gradient)
+        free = np.abs(step) < longest
+        step = np.clip(step, -longest, longest)
+        pull = self.gradient - self.information @ np.where(free, 0.0, step)
+        step[free] = np.linalg.solve(self.information[np.ix_(free, free)], pull[free])
+        return np.clip(step, -longest, longest)
 
     def steeper_than_thought(self, last: _Newton) -> float:
         """How many times faster the gradient fell on the way from the last place than the information there had it."""
@@ -186,20 +208,13 @@ def _definite(information: np.ndarray) -> np.ndarray:
     return directions * np.maximum(np.abs(steepness), LEAST_PART * steepness[-1]) @ directions.T
 
 
-def _centered(squares: np.ndarray, score: np.ndarray, looked_at: int) -> np.ndarray:
-    """The scatter of scores around their mean. Far from the top they may all be alike, and no digit of it be left."""
-    scatter = squares - np.outer(score, score) / looked_at
-    np.fill_diagonal(scatter, np.maximum(np.diag(scatter), LEAST_SCATTER * np.diag(squares) + np.finfo(float).tiny))
-    return scatter
-
-
 def _kept(scatter: np.ndarray, blocks: list[slice], looked_at: int) -> np.ndarray:
     """The square root of what is kept of correlations between each site's numbers: less, the more they look like noise.
 
     Of many numbers some will seem to hang together among so few members, and the inverse would be far off along them
     (Schäfer and Strimmer 2005).
     """
-    deviations = np.sqrt(np.diag(scatter))
+    deviations = np.sqrt(np.maximum(np.diag(scatter), np.finfo(float).tiny))
     found = scatter / np.outer(deviations, deviations)
     kept = np.ones(len(found))
     for block in blocks:
