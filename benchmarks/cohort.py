@@ -6,7 +6,7 @@
     python benchmarks/cohort.py --growth         # step time and accuracy from 10 to 1,000 subjects
     python benchmarks/cohort.py --memory         # the plan against the peak, the bytes of a step against a copy
     python benchmarks/cohort.py --relaxed        # the paper's form: labels relaxed, its flows and its batch
-    python benchmarks/cohort.py --polish 0       # trained only; at full size the hard setting is polished by default
+    python benchmarks/cohort.py --polish 0       # trained only; at full size fits are polished by default
 
 The model is `pavi.models.parcellation`, labels summed out unless `--relaxed`. Two settings: prior scales as in the paper,
 and a hard one with smaller ones, in model and simulation alike, in which even the labels one would give knowing the true
@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace, names: list[str]) -> None:
             x = cohort.x.transpose(0, 2, 1, 3) if arguments.relaxed else cohort.x
             for steps in arguments.steps:
                 kind, more = name, {"steps": steps}
-                usual = 200 if name == "hard" and arguments.size == 1 and not arguments.relaxed else 0
+                usual = 1000 if arguments.size == 1 and not arguments.relaxed else 0
                 before = usual if arguments.polish is None else arguments.polish
                 if before:
                     kind, more = f"{name}, polished", {"steps": before, "polish": polishing(arguments, steps)}
@@ -230,9 +230,9 @@ def main() -> None:
     parser.add_argument("--only", choices=list(SETTINGS))
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--relaxed", action="store_true")
-    parser.add_argument("--polish", type=int, help="steps before polishing; 200 or, but for the hard setting whole, 0: none")
+    parser.add_argument("--polish", type=int, help="steps before polishing; 1,000 for the whole study, 0 for a part: none")
     parser.add_argument("--draws", type=int, default=32, help="draws of vertices' logits in polishing")
-    parser.add_argument("--points", type=int, default=1024, help="points that subjects' logits are averaged out over")
+    parser.add_argument("--points", type=int, default=4096, help="points that subjects' logits are averaged out over")
     parser.add_argument("--memory", action="store_true")
     arguments = parser.parse_args()
     arguments.steps = arguments.steps or ([4000] if arguments.size == 1 else [1000])

@@ -202,7 +202,8 @@ def climb_tile(
             heights = heights.at[1].add(ROUNDING * jnp.abs(heights[1]))
             best = jnp.argmax(jnp.where(jnp.isfinite(heights), heights, -jnp.inf))
             last = jnp.sqrt((damped[0] ** 2 * steepness).sum())
-            return Top(tried[best], directions, steepness, last), steps + 1
+            # From where no step leads up, none ever will.
+            return Top(tried[best], directions, steepness, last), jnp.where(best == 0, MOST_CLIMBED, steps + 1)
 
         # The curvature is that of the place before the last step, which was short.
         nowhere = Top(start, jnp.eye(start.size), jnp.ones(start.size), jnp.full((), jnp.inf))
@@ -254,11 +255,12 @@ class Weighed(NamedTuple):
 def _shortfall(terms: Float[Array, " draw"]) -> Float[Array, ""]:
     """By how much the logarithm of a mean of draws falls short of that of their expectation, on average.
 
-    This is half the relative variance of the mean, which two halves of the draws tell. It does not fall with the number of
-    members, and depends on what is outside of plates.
+    This is half the relative variance of the mean. What members fall short of adds up, and depends on what is outside of
+    plates. Two halves of the draws tell the variance: it falls about with the square of the number of points of a net, so
+    that of the mean is a twelfth of the mean square of the difference between halves.
     """
     halves = jax.nn.softmax(terms).reshape(2, 2, -1).sum((0, 2))  # each is a net of points and its mirror image
-    return 0.5 * (halves[0] - halves[1]) ** 2
+    return 0.5 * (2 * (halves[0] - halves[1])) ** 2 / 12
 
 
 @quick_jit(static_argnums=(0, 1))

@@ -33,8 +33,8 @@ LONGEST_STEP, LARGEST_FALL, ROUNDINGS, SHORTENED, MOST_SHORTENED = 1.0, 5.0, 0.5
 # Information in a direction is at least this part of that in the direction of most.
 LEAST_PART = 1e-7
 MOST_ROUNDS = 30
-# Times that a step is shortened at most where the last one turned out too long.
-MOST_STEEPER = 4.0
+# The gradient falls by at least this part of what the information has it, on a way that tells of the information.
+LEAST_FALL = 1e-3
 # Draws that count, of those made, below which a member's posterior is too far from what they are drawn from.
 FEWEST_COUNTING = 0.5
 
@@ -69,8 +69,7 @@ class _Search:
         here = self._newton(self._first(theta.astype(np.float64)))
         last: _Newton | None = None
         for _ in range(MOST_ROUNDS):
-            step = here.step(LONGEST_STEP * self.spread)
-            step /= 1.0 if last is None else here.steeper_than_thought(last)
+            step = here.step(LONGEST_STEP * self.spread, last, list(self.places.values()))
             moved = np.abs(step / np.sqrt(np.diag(here.covariance))).max()
             self.bar.set_postfix_str(f"next step {moved:.2f} posterior sd", refresh=False)
             if self.looked_at == self.members.count and moved < SETTLED:
@@ -185,19 +184,36 @@ class _Newton(NamedTuple):
     covariance: np.ndarray
     counting: float
 
-    def step(self, longest: np.ndarray) -> np.ndarray:
-        """A Newton step. Numbers that would move too far move as far as they may, and the others as they then would."""
-        step = np.linalg.solve(self.information, self.gradient)
+    def step(self, longest: np.ndarray, last: _Newton | None, blocks: list[slice]) -> np.ndarray:
+        """A Newton step. Numbers that would move too far move as far as they may, and the others as they then would.
+
+        Args:
+            longest: how far each number may move.
+            last: the place before this one, looked at with the same members.
+            blocks: the places of each site.
+        """
+        information = self.information if last is None else _as_found(self, last, blocks)
+        step = np.linalg.solve(information, self.gradient)
         free = np.abs(step) < longest
         step = np.clip(step, -longest, longest)
-        pull = self.gradient - self.information @ np.where(free, 0.0, step)
-        step[free] = np.linalg.solve(self.information[np.ix_(free, free)], pull[free])
+        pull = self.gradient - information @ np.where(free, 0.0, step)
+        step[free] = np.linalg.solve(information[np.ix_(free, free)], pull[free])
         return np.clip(step, -longest, longest)
 
-    def steeper_than_thought(self, last: _Newton) -> float:
-        """How many times faster the gradient fell on the way from the last place than the information there had it."""
-        way = self.theta - last.theta
-        return float(np.clip(way @ (last.gradient - self.gradient) / (way @ last.information @ way), 1.0, MOST_STEEPER))
+
+def _as_found(here: _Newton, last: _Newton, blocks: list[slice]) -> np.ndarray:
+    """The information here, changed to agree with how far each site's gradient fell on the way (a BFGS update of each).
+
+    Far from the top the scatter of scores is mostly that of how much members have to say of a number, not of what they say.
+    """
+    way, fall, found = here.theta - last.theta, last.gradient - here.gradient, here.information.copy()
+    for block in blocks:
+        own, step = found[block, block], way[block]
+        thought = own @ step
+        fell = fall[block] - found[block] @ way + thought
+        if step @ fell > LEAST_FALL * (step @ thought) > 0:
+            own += np.outer(fell, fell) / (step @ fell) - np.outer(thought, thought) / (step @ thought)
+    return _definite(found)
 
 
 def _definite(information: np.ndarray) -> np.ndarray:
