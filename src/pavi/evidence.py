@@ -152,7 +152,7 @@ def _of_tile(
     key = jax.random.wrap_key_data(seed)
 
     def member(data: dict[str, Array], index: Array, *more: Any) -> Any:
-        def log_density(values: Array, theta: Array) -> Float[Array, ""]:
+        def log_density(values: Array, theta: Array, marginal: Marginal = marginal) -> Float[Array, ""]:
             return _log_density(study, marginal, arguments, theta, values, index, data, key)
 
         return one(log_density, jax.random.fold_in(jax.random.fold_in(key, 2**31), index), *more)
@@ -209,7 +209,7 @@ def climb_tile(
         nowhere = Top(start, jnp.eye(start.size), jnp.ones(start.size), jnp.full((), jnp.inf))
         return jax.lax.while_loop(far, climb, (nowhere, jnp.zeros((), jnp.int32)))[0]
 
-    return _of_tile(study, marginal, arguments, data, seed, one)(index, values)
+    return _of_tile(study, marginal.coarse, arguments, data, seed, one)(index, values)
 
 
 @quick_jit(static_argnums=(0, 1))
@@ -235,7 +235,7 @@ def lean_tile(
 
         return jax.grad(slope)(theta)
 
-    return _of_tile(study, marginal, arguments, data, seed, one)(index, top, along)
+    return _of_tile(study, marginal.coarse, arguments, data, seed, one)(index, top, along)
 
 
 class Weighed(NamedTuple):
@@ -278,7 +278,7 @@ def weigh_tile(
 
     def one(log_density: Callable[..., Array], key: PRNGKeyArray, top: Top) -> Weighed:
         drawn = draw_along(
-            lambda values: log_density(values, theta),
+            lambda values: log_density(values, theta, marginal.coarse),
             top.values,
             axes_of(top.directions, top.steepness),
             marginal.draws,

@@ -13,6 +13,9 @@ from scipy.stats import qmc
 from pavi.errors import SettingError
 from pavi.template import Kind, Level, Site, Template
 
+# Where members' latents are likeliest is found with so many times fewer points, but at least this many.
+COARSER, COARSE_POINTS = 4, 256
+
 
 class Inner(NamedTuple):
     """The innermost level of a model, whose latents are averaged out over points of their prior."""
@@ -66,6 +69,13 @@ class Marginal(NamedTuple):
     plate: str
     inner: Inner | None
     draws: int
+
+    @property
+    def coarse(self) -> Marginal:
+        """The same with fewer points: for where draws are made, not for what they weigh."""
+        if self.inner is None or self.inner.points <= COARSE_POINTS:
+            return self
+        return self._replace(inner=self.inner._replace(points=max(self.inner.points // COARSER, COARSE_POINTS)))
 
     def latents(self, template: Template) -> list[Site]:
         """The latents of the plate alone, which are averaged out by draws."""

@@ -33,8 +33,9 @@ LONGEST_STEP, LARGEST_FALL, ROUNDINGS, SHORTENED, MOST_SHORTENED = 1.0, 5.0, 0.5
 # Information in a direction is at least this part of that in the direction of most.
 LEAST_PART = 1e-7
 MOST_ROUNDS = 30
-# The gradient falls by at least this part of what the information has it, on a way that tells of the information.
-LEAST_FALL = 1e-3
+# A way tells that there is less information than thought if it is longer than this, in standard deviations of the
+# posterior, and the gradient falls by at least this part of what the information has it.
+LONG_WAY, LEAST_FALL = 2.0, 0.01
 # Draws that count, of those made, below which a member's posterior is too far from what they are drawn from.
 FEWEST_COUNTING = 0.5
 
@@ -211,7 +212,9 @@ def _as_found(here: _Newton, last: _Newton, blocks: list[slice]) -> np.ndarray:
         own, step = found[block, block], way[block]
         thought = own @ step
         fell = fall[block] - found[block] @ way + thought
-        if step @ fell > LEAST_FALL * (step @ thought) > 0:
+        # On a short way a gradient that hardly falls may be noise; one that falls too fast makes steps go back and forth.
+        least = LEAST_FALL if step @ thought > LONG_WAY**2 else 1.0
+        if step @ fell > least * (step @ thought) > 0:
             own += np.outer(fell, fell) / (step @ fell) - np.outer(thought, thought) / (step @ thought)
     return _definite(found)
 

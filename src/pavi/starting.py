@@ -14,7 +14,7 @@ the prior puts them given these values.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from sklearn.mixture import GaussianMixture
 
 from pavi.branch import fixed_branch
 from pavi.cascade import Draw, Study, cascade, draw_prior
-from pavi.compiling import quick_jit
+from pavi.compiling import in_background, quick_jit
 from pavi.data import at_branch, spread_evenly
 from pavi.errors import SettingError
 from pavi.prior import Prior
@@ -135,23 +135,49 @@ def other_start(
     return {**values, **_spreads(study, arguments, data, values, spreads)} if values else {}
 
 
+def spreads_ahead(study: Study, arguments: Any, data: Mapping[str, Any]) -> None:
+    """Compiles in the background what tries the spreads of clusters, before there are any."""
+    template = study.template
+    clustered = [template.site(name) for name in components(template)]
+    sites = _spread_sites(template, {site.member_shape[0] for site in clustered})
+    if sites:
+        centers = {site.name: np.zeros(site.size, np.float32) for site in clustered}
+        given = {site.name: np.zeros(site.member_shape) for site in sites}
+        some = _some_members(template, data)
+        in_background(_try_spread, study, arguments, *some, centers, given, dict.fromkeys(given, False))
+
+
+def _spread_sites(template: Template, counts: Container[int]) -> list[Site]:
+    """Latents outside of plates that may be spreads of so many clusters."""
+    return [
+        site
+        for site in template.latents
+        if not site.level and site.member_shape and site.member_shape[0] in counts and "Positive" in site.support
+    ]
+
+
+def _some_members(template: Template, data: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Indices and data of some members, spread over the plates."""
+    members = {plate.name: np.arange(SPREAD_TRIED) * plate.size // SPREAD_TRIED for plate in template.plates}
+    return members, {
+        site.name: take_each(data[site.name], [members[plate] for plate in site.level]) for site in template.observed
+    }
+
+
 def _spreads(
     study: Study, arguments: Any, data: Mapping[str, Any], values: Mapping[str, Start], spreads: Mapping[int, np.ndarray]
 ) -> dict[str, Start]:
     """The latent, if any, that the spreads of clusters make the data likeliest for, started there."""
     given = {}
-    for site in study.template.latents:
-        within = spreads.get(site.member_shape[0] if site.member_shape else 0)
-        if not site.level and within is not None and "Positive" in site.support:
-            given[site.name] = np.broadcast_to(within.reshape(-1, *[1] * (len(site.member_shape) - 1)), site.member_shape)
+    for site in _spread_sites(study.template, spreads):
+        within = spreads[site.member_shape[0]]
+        given[site.name] = np.broadcast_to(within.reshape(-1, *[1] * (len(site.member_shape) - 1)), site.member_shape)
     if not given:
         return {}
-    template = study.template
-    members = {plate.name: np.arange(SPREAD_TRIED) * plate.size // SPREAD_TRIED for plate in template.plates}
-    some = {site.name: take_each(data[site.name], [members[plate] for plate in site.level]) for site in template.observed}
+    some = _some_members(study.template, data)
     centers = {name: np.asarray(start.value, np.float32) for name, start in values.items()}
     found = {
-        name: _try_spread(study, arguments, members, some, centers, given, {other: other == name for other in given})
+        name: _try_spread(study, arguments, *some, centers, given, {other: other == name for other in given})
         for name in (None, *given)
     }
     best = max(found, key=lambda name: np.nan_to_num(float(found[name][0]), nan=-np.inf))

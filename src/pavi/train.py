@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 from sklearn.exceptions import ConvergenceWarning
+from threadpoolctl import threadpool_limits
 from tqdm.auto import tqdm
 
 from pavi.compiling import in_background, quick_options
@@ -34,6 +35,7 @@ from pavi.starting import (
     TRIAL_STEPS,
     Start,
     other_start,
+    spreads_ahead,
 )
 from pavi.stepping import (
     Inputs,
@@ -46,6 +48,9 @@ from pavi.stepping import (
     prior_ahead,
     prior_units,
 )
+
+# Cores that the search for one start may use.
+CLUSTERING_CORES = 2
 
 
 @runtime_checkable
@@ -172,7 +177,7 @@ def best_start(
     draws = draws_of_prior(problem.study, inputs.arguments, data, seed)
     tries: list[tuple[float, Mapping[str, Start], int]] = []
     # Most starts have the same first weights, which are kept; rows in host memory are found again instead.
-    kept = None if problem.hosted or starts == 1 else jax.tree.map(jnp.copy, state.weights)
+    kept = None if problem.hosted else jax.tree.map(jnp.copy, state.weights)
 
     def started_from(weights: int) -> State:
         if kept is None or weights:
@@ -195,8 +200,14 @@ def best_start(
         last = elbos[-SCORED_STEPS:].astype(np.float64)
         return float(np.where(np.isfinite(last), last, -np.inf).mean()), tried, state
 
-    # Starts are found while the steps are compiled. They need not have converged, nor all points be distinct.
-    with warnings.catch_warnings(), ThreadPoolExecutor(max(starts - 1, 1)) as pool:
+    spreads_ahead(problem.study, inputs.arguments, observations.everything)
+    # Starts are found while the steps are compiled, which needs most of the cores. They need not have converged, nor all
+    # points be distinct.
+    with (
+        warnings.catch_warnings(),
+        threadpool_limits(CLUSTERING_CORES),
+        ThreadPoolExecutor(max(starts - 1, 1)) as pool,
+    ):
         warnings.simplefilter("ignore", ConvergenceWarning)
         finding = [
             pool.submit(other_start, problem.study, inputs.arguments, observations.everything, draws, number)
