@@ -26,7 +26,7 @@ from pavi.errors import SettingError
 from pavi.families import outside
 from pavi.inner import Marginal, inner_of
 from pavi.prior import Prior
-from pavi.proposing import axes_of, draw_along
+from pavi.proposing import Draws, axes_of, draw_along
 from pavi.template import Kind, Level, Site, Template
 
 # Newton steps to where a member's posterior is highest: the last is shorter than this, in standard deviations of that
@@ -152,7 +152,7 @@ def _of_tile(
     key = jax.random.wrap_key_data(seed)
 
     def member(data: dict[str, Array], index: Array, *more: Any) -> Any:
-        def log_density(values: Array, theta: Array, marginal: Marginal = marginal) -> Float[Array, ""]:
+        def log_density(values: Array, theta: Array) -> Float[Array, ""]:
             return _log_density(study, marginal, arguments, theta, values, index, data, key)
 
         return one(log_density, jax.random.fold_in(jax.random.fold_in(key, 2**31), index), *more)
@@ -164,7 +164,7 @@ def _of_tile(
     return tile
 
 
-# What is done with a tile of members is compiled in three parts, side by side.
+# What is done with a tile of members is compiled in parts, side by side.
 
 
 @quick_jit(static_argnums=(0, 1))
@@ -238,6 +238,26 @@ def lean_tile(
     return _of_tile(study, marginal.coarse, arguments, data, seed, one)(index, top, along)
 
 
+@quick_jit(static_argnums=(0, 1))
+def draw_tile(
+    study: Study,
+    marginal: Marginal,
+    arguments: Any,
+    data: dict[str, Array],
+    seed: Array,
+    theta: Array,
+    index: Array,
+    top: Top,
+) -> Draws:
+    """Draws of the latents of a tile of members around their tops."""
+
+    def one(log_density: Callable[..., Array], key: PRNGKeyArray, top: Top) -> Draws:
+        axes = axes_of(top.directions, top.steepness)
+        return draw_along(lambda values: log_density(values, theta), top.values, axes, marginal.draws, key)
+
+    return _of_tile(study, marginal.coarse, arguments, data, seed, one)(index, top)
+
+
 class Weighed(NamedTuple):
     """What draws around their tops say of a tile of members.
 
@@ -273,18 +293,11 @@ def weigh_tile(
     theta: Array,
     index: Array,
     top: Top,
+    drawn: Draws,
 ) -> Weighed:
     """Evidences of a tile of members, by draws around their tops."""
 
-    def one(log_density: Callable[..., Array], key: PRNGKeyArray, top: Top) -> Weighed:
-        drawn = draw_along(
-            lambda values: log_density(values, theta, marginal.coarse),
-            top.values,
-            axes_of(top.directions, top.steepness),
-            marginal.draws,
-            key,
-        )
-
+    def one(log_density: Callable[..., Array], key: PRNGKeyArray, top: Top, drawn: Draws) -> Weighed:
         def evidence(values: Array, theta: Array) -> tuple[Array, Array]:
             terms = jax.vmap(log_density, (0, None))(values + drawn.offsets, theta) - drawn.log_density
             mean = jax.nn.logsumexp(terms) - jnp.log(marginal.draws)
@@ -302,7 +315,7 @@ def weigh_tile(
         along = top.directions @ (top.directions.T @ by_top / top.steepness)
         return Weighed(found, by_theta, along, counting, normal)
 
-    return _of_tile(study, marginal, arguments, data, seed, one)(index, top)
+    return _of_tile(study, marginal, arguments, data, seed, one)(index, top, drawn)
 
 
 @quick_jit(static_argnums=())

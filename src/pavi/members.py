@@ -23,6 +23,7 @@ from pavi.evidence import (
     Top,
     Weighed,
     climb_tile,
+    draw_tile,
     lean_tile,
     look_outside,
     normals_of_tile,
@@ -32,6 +33,7 @@ from pavi.evidence import (
 from pavi.families import Units
 from pavi.inner import Marginal
 from pavi.planning import device_memory
+from pavi.proposing import KNOTS, Draws
 from pavi.template import Kind, Level
 from pavi.tiles import one_ahead, tile_budget
 
@@ -78,11 +80,13 @@ class Members:
         # Nothing is read here: what is waited for now, the fit would wait for.
         inside, outside = (jax.eval_shape(lambda i=i: self._data(i)) for i in (index, None))
         start, rest = (self.study, self.marginal, self.arguments), (self.seed, theta)
-        mixed = array(tile, size)
+        mixed, draws = array(tile, size), self.marginal.draws
+        drawn = Draws(array(tile, draws, own), array(tile, draws), array(tile, own, own), array(tile, own))
         weighed = Weighed(array(tile), mixed, top.values, array(tile), array(tile, own * (1 + own)))
         return [
             in_background(climb_tile, *start, inside, *rest, index, array(tile, own)),
-            in_background(weigh_tile, *start, inside, *rest, index, top),
+            in_background(draw_tile, *start, inside, *rest, index, top),
+            in_background(weigh_tile, *start, inside, *rest, index, top, drawn),
             in_background(lean_tile, *start, inside, *rest, index, top.values, top.values),
             in_background(look_outside, *start, outside, *rest),
             in_background(sum_tile, weighed, mixed, index > 0),
@@ -95,24 +99,31 @@ class Members:
         return self.study, self.marginal, self.arguments, self._data(index), self.seed, place
 
     def _numbers(self) -> int:
-        """Numbers that are held while one member is looked at, about."""
-        template, (plate, inner, draws) = self.study.template, self.marginal
-        held = self.marginal.size(template)
+        """Numbers that are held while one member is looked at, about: by its draws, or where its density is followed."""
+        template, plate = self.study.template, self.marginal.plate
+        data = sum(
+            math.prod(site.member_shape) * math.prod(template.sizes(_without(site.level, plate)))
+            for site in template.observed
+            if plate in site.level
+        )
+        followed = KNOTS.size * self.marginal.size(template) * self._evaluated(self.marginal.coarse)
+        return data + LAYERS * max(self.marginal.draws * self._evaluated(self.marginal), followed)
+
+    def _evaluated(self, marginal: Marginal) -> int:
+        """Numbers of one member's log-density at one place."""
+        template, (plate, inner, _) = self.study.template, marginal
+        held = marginal.size(template)
         for level, each in ({} if inner is None else inner.work(template)).items():
             held += math.prod(template.sizes(_without(level, plate))) * each
         mixed = None if inner is None else inner.mixing(template)
-        data = 0
         for site in template.sites:
             if plate not in site.level or site.kind is Kind.DETERMINISTIC:
                 continue
             numbers = math.prod(site.member_shape)
-            members = math.prod(template.sizes(_without(site.level, plate)))
-            if site.kind is Kind.OBSERVED:
-                data += members * numbers
             if site == mixed and inner is not None:  # the chances of its values or components, as many as have logits
                 numbers = 2 * sum(each.size for each in template.latents if inner.holds(each))
-            held += members * max(numbers, 1)
-        return data + LAYERS * draws * held
+            held += math.prod(template.sizes(_without(site.level, plate))) * max(numbers, 1)
+        return held
 
     def look(self, theta: np.ndarray, members: np.ndarray, bar: tqdm | None = None) -> Look:
         """Looks at some members; if at all, remembers their posteriors."""
@@ -137,7 +148,7 @@ class Members:
             index = _filled(chosen, self.tile)
             start = (*self._start(index, theta), index)
             top = climb_tile(*start, self.values[index])
-            weighed = weigh_tile(*start, top)
+            weighed = weigh_tile(*start, top, draw_tile(*start, top))
             moving = lean_tile(*start, top.values, weighed.along)
             yield chosen, sum_tile(weighed, moving, np.arange(self.tile) < len(chosen)), top, weighed
 

@@ -9,7 +9,7 @@ a little widened.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,10 @@ LOWEST, HIGHEST = -60.0, 10.0
 class Draws(NamedTuple):
     """Draws along axes: how far along each, their log-densities there, the axes, and the variance along each."""
 
-    noise: Float[Array, "draw axis"]
-    log_density: Float[Array, " draw"]
-    axes: Float[Array, "size axis"]
-    variances: Float[Array, " axis"]
+    noise: Any
+    log_density: Any
+    axes: Any
+    variances: Any
 
     @property
     def offsets(self) -> Float[Array, "draw size"]:
@@ -58,14 +58,11 @@ def draw_along(
 ) -> Draws:
     """Draws along axes: a net of points, shifted at random, and its mirror image."""
 
-    def along(axis: Array) -> tuple[Array, Array]:
-        def look(knot: Array) -> tuple[Array, Array]:
-            return jax.jvp(lambda knot: log_density(top + knot * axis), (knot,), (jnp.ones(()),))
-
-        heights, slopes = jax.vmap(look)(jnp.asarray(KNOTS))
-        return _hull(heights - heights[KNOTS.size // 2], slopes)
-
-    knots, heights = jax.vmap(along)(axes.T)
+    offsets = (axes.T[:, None] * jnp.asarray(KNOTS)[:, None]).reshape(-1, top.size)
+    found, gradients = jax.vmap(jax.value_and_grad(log_density))(top + offsets)
+    found = found.reshape(-1, KNOTS.size)
+    slopes = (gradients.reshape(-1, KNOTS.size, top.size) * axes.T[:, None]).sum(-1)
+    knots, heights = jax.vmap(_hull)(found - found[:, KNOTS.size // 2, None], slopes)
     heights = heights / WIDENED
     size = top.size
     half = (net(draws // 2, size) + jax.random.uniform(key, (size,))) % 1.0
