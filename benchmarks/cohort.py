@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace, names: list[str]) -> None:
             x = cohort.x.transpose(0, 2, 1, 3) if arguments.relaxed else cohort.x
             for steps in arguments.steps:
                 kind, more = name, {"steps": steps}
-                usual = 1000 if arguments.size == 1 and not arguments.relaxed else 0
+                usual = 500 if arguments.size == 1 and not arguments.relaxed else 0
                 before = usual if arguments.polish is None else arguments.polish
                 if before:
                     kind, more = f"{name}, polished", {"steps": before, "polish": polishing(arguments, steps)}
@@ -223,19 +223,19 @@ def growth(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=float, default=1.0, help="share of the full number of members")
-    parser.add_argument("--steps", type=int, nargs="+", help="4,000 by default, 1,000 for a part of the study")
+    parser.add_argument("--steps", type=int, nargs="+", help="3,000 by default, 1,000 for a part of the study")
     parser.add_argument("--batch", type=int, nargs=2, help="subjects and vertices per step; 125 512, or 50 128 for a part")
     parser.add_argument("--particles", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", choices=list(SETTINGS))
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--relaxed", action="store_true")
-    parser.add_argument("--polish", type=int, help="steps before polishing; 1,000 for the whole study, 0 for a part: none")
+    parser.add_argument("--polish", type=int, help="steps before polishing; 500 for the whole study, 0 for a part: none")
     parser.add_argument("--draws", type=int, default=32, help="draws of vertices' logits in polishing")
     parser.add_argument("--points", type=int, default=4096, help="points that subjects' logits are averaged out over")
     parser.add_argument("--memory", action="store_true")
     arguments = parser.parse_args()
-    arguments.steps = arguments.steps or ([4000] if arguments.size == 1 else [1000])
+    arguments.steps = arguments.steps or ([3000] if arguments.size == 1 else [1000])
     arguments.batch = arguments.batch or ([125, 512] if arguments.size == 1 else [50, 128])
     if arguments.growth:
         growth(arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -20,6 +21,7 @@ from pavi.errors import ModelError, SettingError
 from pavi.evidence import marginal_of
 from pavi.families import Family, Joint, Polished, Reading, Units, Weights, outside
 from pavi.members import Members
+from pavi.passes import centers_ahead
 from pavi.polishing import polish
 from pavi.posterior import Posterior, seed_of
 from pavi.reading import check_batch, check_counts, read_study
@@ -281,6 +283,10 @@ class Polisher:
         batch = check_batch(template, setting.batch if how.batch is None else how.batch, base)
         self.how, self.family, self.progress_bar = how, Polished(base, marginal), setting.progress_bar
         self.members = Members(study, marginal, arguments, observations, units, setting.seed)
+        self._centering: Future | None = None
+        if not observations.stored and not setting.rows_on_host:
+            known = study, setting.family, tuple(outside(template)), arguments, observations.arrays, units
+            self._centering = centers_ahead(*known, seed_of(0))
         self.refinement: Refinement | None = None
         if marginal.inner is not None and how.steps != 0:
             setting = setting._replace(
@@ -293,11 +299,15 @@ class Polisher:
     def run(self, fit: Fit, started: float) -> Fit:
         """A polished fit. `started` is when its own seconds begin."""
         template, units = fit.template, fit._units
+        if self._centering is not None:
+            self._centering.exception()  # waits; what went wrong will again
         center = fit._centers(tuple(outside(template)), {plate.name: np.zeros(1, np.int64) for plate in template.plates})
-        normal = polish(self.members, center, units, self.progress_bar)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(self._first_weights, fit)
+            normal = polish(self.members, center, units, self.progress_bar)
         if normal is None:
             return fit
-        weights = self.family.add(self._first_weights(fit), normal)
+        weights = self.family.add(first.result(), normal)
         if self.refinement is None:
             return Fit(fit._outcome._replace(trained=Reading(self.family, weights)))
         steps = len(fit.history["step"]) if self.how.steps is None else self.how.steps

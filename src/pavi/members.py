@@ -38,9 +38,10 @@ from pavi.template import Kind, Level
 from pavi.tiles import one_ahead, tile_budget
 
 # Numbers that are held for each number of a draw.
-LAYERS = 4
-# Numbers that a tile may hold on a CPU; on an accelerator at most so many, and at most this part of its free memory.
-CPU_BUDGET, LARGEST_BUDGET, FREE_PART = 2**24, 2**31, 0.25
+LAYERS = 2
+# Numbers that a tile may hold on a CPU; on an accelerator at most so many, and at most this part of its free memory. There
+# each tile takes some milliseconds whatever it holds, so that tiles had better be large.
+CPU_BUDGET, LARGEST_BUDGET, FREE_PART = 2**23, 2**32, 0.25
 
 
 class Members:

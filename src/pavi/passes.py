@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from pavi import data as observed_data
 from pavi import rows as row_ops
 from pavi.branch import Branch
 from pavi.cascade import Pass, Study, cascade
-from pavi.compiling import quick_jit
-from pavi.families import Family, Joint
+from pavi.compiling import in_background, quick_jit
+from pavi.encodings import SetEncoder
+from pavi.families import PAVI, Family, Joint, Units
 from pavi.flows import without_paths
+
+# Draws whose mean stands for where a posterior is centered.
+CENTERED = 16
 
 
 def draw_values(
@@ -72,6 +80,17 @@ def centers(
         return {name: found.unconstrained[name] for name in names}
 
     return {name: values.mean(0) for name, values in jax.vmap(one)(ids).items()}
+
+
+def centers_ahead(
+    study: Study, family: Family, names: tuple[str, ...], arguments: Any, arrays: Any, units: Units, seed: np.ndarray
+) -> Future | None:
+    """Compiles `centers` of latents outside of plates in the background, for a family that is read as it was trained."""
+    if not isinstance(family, PAVI) or isinstance(family.encodings, SetEncoder) or family.show_pull:
+        return None
+    indices = {plate.name: np.zeros(1, np.int32) for plate in study.template.plates}
+    inputs: tuple = (family.shapes(study.template, frozenset()), units, arguments, arrays, {}, {})
+    return in_background(centers, study, family, names, inputs, indices, np.arange(CENTERED), seed)
 
 
 @quick_jit(static_argnums=(0, 1))

@@ -23,14 +23,11 @@ from pavi.cascade import Study
 from pavi.data import Observations, stored_at
 from pavi.errors import SettingError
 from pavi.families import Family, Units, Weights
-from pavi.passes import block_moments, centers, draw, score
+from pavi.passes import CENTERED, block_moments, centers, draw, score
 from pavi.template import Kind, Site, Template
 from pavi.tiles import Tile, counts_here, one_ahead, tiles
 
 Where = Mapping[str, Sequence[int] | np.ndarray | slice | int]
-
-# Draws whose mean stands for where a posterior is centered.
-CENTERED = 16
 
 
 class Elbo(NamedTuple):

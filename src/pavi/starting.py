@@ -143,8 +143,11 @@ def spreads_ahead(study: Study, arguments: Any, data: Mapping[str, Any]) -> None
     if sites:
         centers = {site.name: np.zeros(site.size, np.float32) for site in clustered}
         given = {site.name: np.zeros(site.member_shape) for site in sites}
-        some = _some_members(template, data)
-        in_background(_try_spread, study, arguments, *some, centers, given, dict.fromkeys(given, False))
+        some = {
+            site.name: jax.ShapeDtypeStruct((SPREAD_TRIED, *site.member_shape), data[site.name].dtype)
+            for site in template.observed
+        }
+        in_background(_try_spread, study, arguments, _tried(template), some, centers, given, dict.fromkeys(given, False))
 
 
 def _spread_sites(template: Template, counts: Container[int]) -> list[Site]:
@@ -156,12 +159,9 @@ def _spread_sites(template: Template, counts: Container[int]) -> list[Site]:
     ]
 
 
-def _some_members(template: Template, data: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Indices and data of some members, spread over the plates."""
-    members = {plate.name: np.arange(SPREAD_TRIED) * plate.size // SPREAD_TRIED for plate in template.plates}
-    return members, {
-        site.name: take_each(data[site.name], [members[plate] for plate in site.level]) for site in template.observed
-    }
+def _tried(template: Template) -> dict[str, np.ndarray]:
+    """Members at which spreads are tried, along each plate."""
+    return {plate.name: np.arange(SPREAD_TRIED) * plate.size // SPREAD_TRIED for plate in template.plates}
 
 
 def _spreads(
@@ -174,10 +174,11 @@ def _spreads(
         given[site.name] = np.broadcast_to(within.reshape(-1, *[1] * (len(site.member_shape) - 1)), site.member_shape)
     if not given:
         return {}
-    some = _some_members(study.template, data)
+    template, members = study.template, _tried(study.template)
+    some = {site.name: take_each(data[site.name], [members[plate] for plate in site.level]) for site in template.observed}
     centers = {name: np.asarray(start.value, np.float32) for name, start in values.items()}
     found = {
-        name: _try_spread(study, arguments, *some, centers, given, {other: other == name for other in given})
+        name: _try_spread(study, arguments, members, some, centers, given, {other: other == name for other in given})
         for name in (None, *given)
     }
     best = max(found, key=lambda name: np.nan_to_num(float(found[name][0]), nan=-np.inf))

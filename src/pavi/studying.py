@@ -19,6 +19,7 @@ from pavi.families import Reading, Units, Weights
 from pavi.schedule import Schedule, Stop
 from pavi.setting import Setting, identity_of, problem_of, runner_of
 from pavi.sharding import gathered
+from pavi.starting import spreads_ahead
 from pavi.stepping import Inputs, Problem, State, default_optimizers, place
 from pavi.streaming import runner
 from pavi.train import (
@@ -71,6 +72,8 @@ def train_study(
         problem, schedule = problem_of(study, setting, optimizers, pace == PACES[0], pace)
         inputs, state, compiling = prepare(problem, arguments, observations, setting.seed, schedule.short)
         if pace == PACES[0]:
+            if setting.starts > 1:
+                spreads_ahead(study, arguments, observations.everything)
             prepared(inputs)
         run = once_compiled(runner_of(problem, observations, schedule), compiling)
         keeper = (

@@ -35,7 +35,6 @@ from pavi.starting import (
     TRIAL_STEPS,
     Start,
     other_start,
-    spreads_ahead,
 )
 from pavi.stepping import (
     Inputs,
@@ -200,7 +199,6 @@ def best_start(
         last = elbos[-SCORED_STEPS:].astype(np.float64)
         return float(np.where(np.isfinite(last), last, -np.inf).mean()), tried, state
 
-    spreads_ahead(problem.study, inputs.arguments, observations.everything)
     # Starts are found while the steps are compiled, which needs most of the cores. They need not have converged, nor all
     # points be distinct.
     with (
