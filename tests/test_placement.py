@@ -149,3 +149,17 @@ def test_runs_are_checked():
         pavi.fit(model, {"x": X}, runs={"person": 3}, **SETTINGS)
     with pytest.raises(pavi.PaviError, match="expected from 1"):
         pavi.fit(model, {"x": X}, runs={"group": 0}, **SETTINGS)
+
+
+def test_the_plan_counts_the_rows_that_starts_begin_from():
+    cohort, data = pavi.models.parcellation(), {"x": jax.ShapeDtypeStruct((1000, 59_412, 2, 64), np.float16)}
+    settings = {"batch": {"subject": 125, "vertex": 512}, "num_particles": 1, "memory": 10**12}
+    once, usual = (pavi.plan(cohort, data, starts=starts, **settings) for starts in (1, None))
+    rows = 4 * sum(size * np.prod(cohort_sizes(level)) for level, size in usual.encoding_sizes.items())
+    assert usual.temporary_bytes == rows > once.temporary_bytes
+    hosted = pavi.plan(cohort, data, placement="host", **settings)
+    assert hosted.temporary_bytes == once.temporary_bytes
+
+
+def cohort_sizes(level):
+    return [{"subject": 1000, "vertex": 59_412}[plate] for plate in level]
