@@ -35,6 +35,8 @@ SETTINGS: dict[str, dict[str, float]] = {
 }
 # Half precision would add to spreads that are a hundred times smaller than fingerprints.
 DTYPES = {"paper": jnp.float32, "hard": jnp.float16}
+# Steps of a fit that is to be polished; narrow networks have to be known well by then.
+BEFORE_POLISHING = {"paper": 1000, "hard": 500}
 EVALUATED, LABEL_DRAWS = 20, 128
 FAMILY = pavi.PAVI(flow=pavi.Affine())
 PULLED = pavi.PAVI(flow=pavi.Affine(), show_pull=True)
@@ -148,7 +150,7 @@ def run(arguments: argparse.Namespace, names: list[str]) -> None:
             x = cohort.x.transpose(0, 2, 1, 3) if arguments.relaxed else cohort.x
             for steps in arguments.steps:
                 kind, more = name, {"steps": steps}
-                usual = 500 if arguments.size == 1 and not arguments.relaxed else 0
+                usual = BEFORE_POLISHING[name] if arguments.size == 1 and not arguments.relaxed else 0
                 before = usual if arguments.polish is None else arguments.polish
                 if before:
                     kind, more = f"{name}, polished", {"steps": before, "polish": polishing(arguments, steps)}
@@ -230,7 +232,7 @@ def main() -> None:
     parser.add_argument("--only", choices=list(SETTINGS))
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--relaxed", action="store_true")
-    parser.add_argument("--polish", type=int, help="steps before polishing; 500 for the whole study, 0 for a part: none")
+    parser.add_argument("--polish", type=int, help="steps before polishing; 0 for none, as by default for a part of the study")
     parser.add_argument("--draws", type=int, default=32, help="draws of vertices' logits in polishing")
     parser.add_argument("--points", type=int, default=4096, help="points that subjects' logits are averaged out over")
     parser.add_argument("--memory", action="store_true")

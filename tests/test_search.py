@@ -49,6 +49,8 @@ def test_steps_follow_how_far_the_gradient_fell():
     far = place([1.0, 0.0], true @ (top - [1.0, 0.0]), thought)
     np.testing.assert_allclose(_as_found(far, last, blocks), true)
     np.testing.assert_allclose(far.theta + far.step(np.full(2, 100.0), last, blocks), top)
+    past = place([11.0, 0.0], true @ (top - [11.0, 0.0]), thought)  # here the gradient has changed its sign
+    np.testing.assert_allclose(_as_found(past, last, blocks), thought)
 
 
 def test_steps_that_go_back_and_forth_are_shortened():

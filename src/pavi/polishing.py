@@ -26,6 +26,8 @@ from pavi.members import Members
 FIRST_MEMBERS, FIRST_IN_ALL, MORE_MEMBERS = 10, 1000, 4
 # In standard deviations of the posterior: the last step is shorter than this, and the last on some of the members.
 SETTLED, NEAR = 0.25, 1.0
+# Near the top a step is shorter than this part of the one before it, but for noise.
+SHRINKING = 0.5
 # Prior standard deviations that a number moves at most in one step. A step after which the log posterior is lower by this
 # many nats, and so many times its rounding, is taken back and shortened, this often at most. Rounding is that of the
 # whole: a number outside of plates, such as a spread, is rounded for all members alike.
@@ -69,24 +71,26 @@ class _Search:
     def run(self, theta: np.ndarray) -> Normal | None:
         here = self._newton(self._first(theta.astype(np.float64)))
         last: _Newton | None = None
+        before = np.inf
         for _ in range(MOST_ROUNDS):
             step = here.step(LONGEST_STEP * self.spread, last, list(self.places.values()))
             moved = np.abs(step / np.sqrt(np.diag(here.covariance))).max()
             self.bar.set_postfix_str(f"next step {moved:.2f} posterior sd", refresh=False)
-            if self.looked_at == self.members.count and moved < SETTLED:
+            settled = moved < SETTLED or _is_noise(moved, before)
+            if self.looked_at == self.members.count and settled:
                 break
             if self.looked_at < self.members.count and moved < NEAR * np.sqrt(self.members.count / self.looked_at):
                 self.looked_at = min(MORE_MEMBERS * self.looked_at, self.members.count)
-                here, last = self._newton(self._at(here.theta + step)), None
+                here, last, before = self._newton(self._at(here.theta + step)), None, np.inf
                 continue
             there = self._along(here, step)
             if there is None:
                 step = np.zeros_like(step)
                 break
-            here, last = self._newton(there), here
+            here, last, before = self._newton(there), here, moved
         else:
             step = np.zeros_like(here.theta)
-        unsettled = self.looked_at < self.members.count or moved >= SETTLED
+        unsettled = self.looked_at < self.members.count or not settled
         if self.looked_at < self.members.count:
             self.looked_at, step = self.members.count, np.zeros_like(step)
             here = self._newton(self._at(here.theta))
@@ -202,6 +206,11 @@ class _Newton(NamedTuple):
         return np.clip(step, -longest, longest)
 
 
+def _is_noise(moved: float, before: float) -> bool:
+    """Whether a step is so short, and yet not much shorter than the one before it, that more would only follow noise."""
+    return SHRINKING * before < moved < NEAR
+
+
 def _as_found(here: _Newton, last: _Newton, blocks: list[slice]) -> np.ndarray:
     """The information here, changed to agree with how far each site's gradient fell on the way (a BFGS update of each).
 
@@ -212,8 +221,10 @@ def _as_found(here: _Newton, last: _Newton, blocks: list[slice]) -> np.ndarray:
         own, step = found[block, block], way[block]
         thought = own @ step
         fell = fall[block] - found[block] @ way + thought
-        # On a short way a gradient that hardly falls may be noise; one that falls too fast makes steps go back and forth.
-        least = LEAST_FALL if step @ thought > LONG_WAY**2 else 1.0
+        # On a short way a gradient that hardly falls may be noise, and once it has changed its sign there is more
+        # information here than there was on the way. One that falls too fast makes steps go back and forth.
+        on_the_way = step @ thought > LONG_WAY**2 and step @ here.gradient[block] > 0
+        least = LEAST_FALL if on_the_way else 1.0
         if step @ fell > least * (step @ thought) > 0:
             own += np.outer(fell, fell) / (step @ fell) - np.outer(thought, thought) / (step @ thought)
     return _definite(found)
