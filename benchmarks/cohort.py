@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--only", choices=list(SETTINGS))
     parser.add_argument("--growth", action="store_true")
     parser.add_argument("--relaxed", action="store_true")
-    parser.add_argument("--polish", type=int, help="steps before polishing; 0 for none, as by default for a part of the study")
+    parser.add_argument("--polish", type=int, help="steps before polishing; 0: none, as by default for a part of the study")
     parser.add_argument("--draws", type=int, default=32, help="draws of vertices' logits in polishing")
     parser.add_argument("--points", type=int, default=4096, help="points that subjects' logits are averaged out over")
     parser.add_argument("--memory", action="store_true")
