@@ -5,6 +5,7 @@
     python benchmarks/cohort.py --seeds 10       # how often all networks are found
     python benchmarks/cohort.py --growth         # step time and accuracy from 10 to 1,000 subjects
     python benchmarks/cohort.py --memory         # the plan against the peak, the bytes of a step against a copy
+    python benchmarks/cohort.py --moments        # moments of all members to Zarr, and the rate of the storage
     python benchmarks/cohort.py --relaxed        # the paper's form: labels relaxed, its flows and its batch
     python benchmarks/cohort.py --polish 0       # trained only; at full size fits are polished by default
 
@@ -17,6 +18,7 @@ for a few steps, polishes, and trains the subjects' logits on for the steps of t
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from typing import Any, NamedTuple
 
@@ -197,6 +199,34 @@ def memory(arguments: argparse.Namespace) -> None:
     print(f"copy bandwidth {rate / 1e9:.0f} GB/s: a step's bytes take {plan.step_bytes / rate * 1e6:.1f} microseconds")
 
 
+def moments(arguments: argparse.Namespace) -> None:
+    """Moments of all subjects' logits and label probabilities streamed to Zarr, against a plain write of as many bytes."""
+    import zarr
+
+    share = np.sqrt(arguments.size)
+    subjects, vertices = round(SUBJECTS * share), round(VERTICES * share)
+    cohort = simulate_cohort(subjects, SESSIONS, vertices, FEATURES, NETWORKS, **SETTINGS["hard"])
+    model = parcellation(subjects, SESSIONS, vertices, FEATURES, NETWORKS, **SETTINGS["hard"])
+    batch = {"subject": min(arguments.batch[0], subjects), "vertex": min(arguments.batch[1], vertices)}
+    fit, _ = timed_fit(model, cohort.x, family=FAMILY, batch=batch, num_particles=1, steps=100, starts=1)
+    settings = {"sites": ["logits", "label_probs"], "num_samples": LABEL_DRAWS}
+    fit.moments(where={"vertex": slice(0, 1)}, **settings)  # compiled for another tile, but the store is warm
+    print(f"| {LABEL_DRAWS} draws of {subjects * vertices:,} members | GB | seconds | MB/s |\n|---|---|---|---|")
+
+    def row(what: str, seconds: float) -> None:
+        print(f"| {what} | {found.nbytes / 1e9:.3f} | {seconds:.1f} | {found.nbytes / seconds / 1e6:.0f} |", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        found = fit.moments(store=f"{folder}/moments.zarr", **settings)
+        row("moments to Zarr", time.perf_counter() - started)
+        written = {name: (each.values, each.encoding["chunks"]) for name, each in found.data_vars.items()}
+        started = time.perf_counter()
+        for name, (values, chunks) in written.items():
+            zarr.create_array(f"{folder}/{name}.zarr", shape=values.shape, chunks=chunks, dtype=values.dtype)[:] = values
+        row("the same bytes, written at once", time.perf_counter() - started)
+
+
 def growth(arguments: argparse.Namespace) -> None:
     """Step time at a fixed batch, and accuracy after a fixed number of steps per subject."""
     print(
@@ -236,6 +266,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=32, help="draws of vertices' logits in polishing")
     parser.add_argument("--points", type=int, default=4096, help="points that subjects' logits are averaged out over")
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--moments", action="store_true")
     arguments = parser.parse_args()
     arguments.steps = arguments.steps or ([3000] if arguments.size == 1 else [1000])
     arguments.batch = arguments.batch or ([125, 512] if arguments.size == 1 else [50, 128])
@@ -243,6 +274,8 @@ def main() -> None:
         growth(arguments)
     elif arguments.memory:
         memory(arguments)
+    elif arguments.moments:
+        moments(arguments)
     else:
         run(arguments, list(SETTINGS) if arguments.only is None else [arguments.only])
 
