@@ -74,7 +74,7 @@ class _Search:
         before = np.inf
         for _ in range(MOST_ROUNDS):
             step = here.step(LONGEST_STEP * self.spread, last, list(self.places.values()))
-            moved = np.abs(step / np.sqrt(np.diag(here.covariance))).max()
+            moved = float(np.abs(step / np.sqrt(np.diag(here.covariance))).max())
             self.bar.set_postfix_str(f"next step {moved:.2f} posterior sd", refresh=False)
             settled = moved < SETTLED or _is_noise(moved, before)
             if self.looked_at == self.members.count and settled:
