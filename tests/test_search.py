@@ -8,7 +8,7 @@ from jax.scipy.stats import norm
 
 from pavi.evidence import Weighed, _shortfall, sum_tile
 from pavi.inner import net
-from pavi.polishing import _as_found, _Newton
+from pavi.polishing import _as_found, _Newton, _Place, _rise
 
 
 def place(theta, gradient, information):
@@ -51,6 +51,17 @@ def test_steps_follow_how_far_the_gradient_fell():
     np.testing.assert_allclose(far.theta + far.step(np.full(2, 100.0), last, blocks), top)
     past = place([11.0, 0.0], true @ (top - [11.0, 0.0]), thought)  # here the gradient has changed its sign
     np.testing.assert_allclose(_as_found(past, last, blocks), thought)
+
+
+@pytest.mark.parametrize(
+    ("part", "noise", "up"), [(1.0, -80.0, True), (1.0, -180.0, False), (2.5, 0.0, False), (2.5, 80.0, False)]
+)
+def test_slopes_tell_whether_a_step_leads_up_where_rounding_hides_it(part, noise, up):
+    """Steps of a part of the way to the top of -x**2 / 2, heights off by some noise, of which 100 may be rounding."""
+    here = place([-10.0], [10.0], [[1.0]])
+    theta = here.theta + part * 10.0
+    there = _Place(theta, here.height + 50.0 - theta[0] ** 2 / 2 + noise, -theta, None, None)
+    assert (_rise(here, there, 100.0) >= 0) == up
 
 
 def test_steps_that_go_back_and_forth_are_shortened():

@@ -335,15 +335,22 @@ def sum_tile(weighed: Weighed, moving: Array, counts: Array) -> Look:
 
 
 @quick_jit(static_argnums=())
-def normals_of_tile(weighed: Weighed, top: Top, mixed: Array, step: Array) -> Array:
+def normals_of_tile(weighed: Weighed, top: Top, mixed: list[Array], step: Array) -> Array:
     """Posteriors of a tile of members (`pavi.families.polished`), after a step of theta.
 
     Args:
-        mixed: what `lean_tile` says of each of their numbers, in an axis in front.
+        mixed: what `lean_tile` says of each of their numbers.
     """
-    slopes = jnp.einsum("mik,mk,mjk,jms->mis", top.directions, 1 / top.steepness, top.directions, mixed, precision="highest")
+    parts = top.directions, 1 / top.steepness, top.directions, jnp.stack(mixed)
+    slopes = jnp.einsum("mik,mk,mjk,jms->mis", *parts, precision="highest")
     mean = jnp.matmul(slopes, step, precision="highest")
     return jnp.concatenate([weighed.normal.at[:, : mean.shape[1]].add(mean), slopes.reshape(len(mean), -1)], 1)
+
+
+@quick_jit(static_argnums=(1,))
+def joined_tiles(parts: list[Array], count: int) -> Array:
+    """What tiles of members have, for as many members as there are."""
+    return jnp.concatenate(parts)[:count]
 
 
 @quick_jit(static_argnums=(0, 1))

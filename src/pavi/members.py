@@ -13,8 +13,6 @@ import numpy as np
 from jaxtyping import Array
 from tqdm.auto import tqdm
 
-from pavi import data as observed_data
-from pavi.branch import fixed_branch
 from pavi.cascade import Study
 from pavi.compiling import in_background
 from pavi.data import Observations
@@ -24,6 +22,7 @@ from pavi.evidence import (
     Weighed,
     climb_tile,
     draw_tile,
+    joined_tiles,
     lean_tile,
     look_outside,
     normals_of_tile,
@@ -34,6 +33,7 @@ from pavi.families import Units
 from pavi.inner import Marginal
 from pavi.planning import device_memory
 from pavi.proposing import KNOTS, Draws
+from pavi.sources import take
 from pavi.template import Kind, Level
 from pavi.tiles import one_ahead, tile_budget
 
@@ -79,24 +79,27 @@ class Members:
         index = np.zeros(tile, np.int32)
         top = Top(array(tile, own), array(tile, own, own), array(tile, own), array(tile))
         # Nothing is read here: what is waited for now, the fit would wait for.
-        inside, outside = (jax.eval_shape(lambda i=i: self._data(i)) for i in (index, None))
+        inside = jax.eval_shape(lambda: self._data(index))
+        outside = jax.eval_shape(lambda: self._without_plate(self._data(index[:1])))
         start, rest = (self.study, self.marginal, self.arguments), (self.seed, theta)
         mixed, draws = array(tile, size), self.marginal.draws
         drawn = Draws(array(tile, draws, own), array(tile, draws), array(tile, own, own), array(tile, own))
         weighed = Weighed(array(tile), mixed, top.values, array(tile), array(tile, own * (1 + own)))
+        # What takes longest to compile comes first.
         return [
-            in_background(climb_tile, *start, inside, *rest, index, array(tile, own)),
-            in_background(draw_tile, *start, inside, *rest, index, top),
             in_background(weigh_tile, *start, inside, *rest, index, top, drawn),
             in_background(lean_tile, *start, inside, *rest, index, top.values, top.values),
+            in_background(climb_tile, *start, inside, *rest, index, array(tile, own)),
+            in_background(draw_tile, *start, inside, *rest, index, top),
+            in_background(normals_of_tile, weighed, top, [mixed] * own, theta),
+            in_background(joined_tiles, [array(tile, own * (1 + own + size))] * -(-self.count // tile), self.count),
             in_background(look_outside, *start, outside, *rest),
             in_background(sum_tile, weighed, mixed, index > 0),
-            in_background(normals_of_tile, weighed, top, array(own, *mixed.shape), theta),
         ]
 
-    def _start(self, index: np.ndarray | None, theta: np.ndarray) -> tuple[Any, ...]:
-        """The first arguments of what looks at some members; None for what is outside of plates."""
-        place = jnp.asarray(theta, self.values.dtype)
+    def _start(self, index: np.ndarray, theta: np.ndarray) -> tuple[Any, ...]:
+        """The first arguments of what looks at some members."""
+        place = np.asarray(theta, self.values.dtype)
         return self.study, self.marginal, self.arguments, self._data(index), self.seed, place
 
     def _numbers(self) -> int:
@@ -158,12 +161,13 @@ class Members:
 
         Numbers of each as in `pavi.families.polished`.
         """
-        step, parts = jnp.asarray(moved, self.values.dtype), []
+        step, parts = np.asarray(moved, self.values.dtype), []
         for index, top, weighed in self.found:
             start = (*self._start(index, theta), index, top.values)
-            mixed = [lean_tile(*start, jnp.broadcast_to(unit, top.values.shape)) for unit in jnp.eye(top.values.shape[1])]
-            parts.append(normals_of_tile(weighed, top, jnp.stack(mixed), step))
-        return jnp.concatenate(parts)[: self.count]
+            units = np.eye(self.values.shape[1], dtype=self.values.dtype)
+            mixed = [lean_tile(*start, np.broadcast_to(unit, top.values.shape)) for unit in units]
+            parts.append(normals_of_tile(weighed, top, mixed, step))
+        return joined_tiles(parts, self.count)
 
     def known(self) -> tuple[np.ndarray, list]:
         """What the last look found, to be recalled after a look elsewhere that is not to count."""
@@ -176,27 +180,28 @@ class Members:
         for compiling in self._compiling:
             compiling.result()
 
-    def _data(self, index: np.ndarray | None) -> dict[str, Any]:
-        """The data of some members; None for the first, without the axis of its plate."""
+    def _data(self, index: np.ndarray) -> dict[str, Any]:
+        """The data of some members."""
         template, plate = self.study.template, self.marginal.plate
-        some = np.zeros(1, np.int32) if index is None else index
-        indices = {p.name: some if p.name == plate else np.arange(p.size) for p in template.plates}
-        branch = fixed_branch({name: jnp.asarray(each, jnp.int32) for name, each in indices.items()})
-        stored = observed_data.stored_at(template, self.observations.stored, indices)
-        whole = frozenset(indices) - {plate}
-        found: dict[str, Any] = {**observed_data.at_branch(template, self.observations.arrays, branch, whole), **stored}
-        if index is not None:
-            return found
+        indices = {p.name: index if p.name == plate else np.arange(p.size, dtype=np.int32) for p in template.plates}
         levels = {site.name: site.level for site in template.observed}
         return {
-            name: jnp.take(each, 0, levels[name].index(plate)) if plate in levels[name] else each
-            for name, each in found.items()
+            name: take(array, tuple(indices[each] for each in levels[name]))
+            for name, array in self.observations.everything.items()
+        }
+
+    def _without_plate(self, data: dict[str, Any]) -> dict[str, Any]:
+        """The data of one member, without the axis of its plate."""
+        plate, levels = self.marginal.plate, {site.name: site.level for site in self.study.template.observed}
+        return {
+            name: each.squeeze(levels[name].index(plate)) if plate in levels[name] else each for name, each in data.items()
         }
 
     def outside(self, theta: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         """What is outside of plates: its log-density, the gradient, and the information."""
         self._wait()
-        found = look_outside(*self._start(None, theta))
+        study, marginal, arguments, data, seed, place = self._start(np.zeros(1, np.int32), theta)
+        found = look_outside(study, marginal, arguments, self._without_plate(data), seed, place)
         value, gradient, curvature = (np.asarray(each, np.float64) for each in found)
         return float(value), gradient, -curvature
 

@@ -16,6 +16,7 @@ import warnings
 from typing import NamedTuple
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 from tqdm.auto import tqdm
 
 from pavi.evidence import Look
@@ -29,9 +30,11 @@ SETTLED, NEAR = 0.25, 1.0
 # Near the top a step is shorter than this part of the one before it, but for noise.
 SHRINKING = 0.5
 # Prior standard deviations that a number moves at most in one step. A step after which the log posterior is lower by this
-# many nats, and so many times its rounding, is taken back and shortened, this often at most. Rounding is that of the
-# whole: a number outside of plates, such as a spread, is rounded for all members alike.
-LONGEST_STEP, LARGEST_FALL, ROUNDINGS, SHORTENED, MOST_SHORTENED = 1.0, 5.0, 0.5, 0.3, 6
+# many nats is taken back and shortened, this often at most.
+LONGEST_STEP, LARGEST_FALL, SHORTENED, MOST_SHORTENED = 1.0, 5.0, 0.3, 6
+# Heights that differ by less than so many times their rounding may as well be the same. Rounding is that of the whole: a
+# number outside of plates, such as a spread, is rounded for all members alike.
+ROUNDINGS = 2.0
 # Information in a direction is at least this part of that in the direction of most.
 LEAST_PART = 1e-7
 MOST_ROUNDS = 30
@@ -40,6 +43,9 @@ MOST_ROUNDS = 30
 LONG_WAY, LEAST_FALL = 2.0, 0.01
 # Draws that count, of those made, below which a member's posterior is too far from what they are drawn from.
 FEWEST_COUNTING = 0.5
+# Cores that matrices of the numbers outside of plates are solved with. With all of them, each waits for the others while a
+# compiler keeps them busy.
+SOLVING_CORES = 2
 
 
 def polish(members: Members, theta: np.ndarray, units: Units, progress_bar: bool) -> Normal | None:
@@ -51,7 +57,10 @@ def polish(members: Members, theta: np.ndarray, units: Units, progress_bar: bool
         theta: where to start.
         units: of the latents: where their prior puts them, and how widely.
     """
-    with tqdm(disable=not progress_bar, desc="polishing", unit="member", dynamic_ncols=True, leave=False) as bar:
+    with (
+        threadpool_limits(SOLVING_CORES),
+        tqdm(disable=not progress_bar, desc="polishing", unit="member", dynamic_ncols=True, leave=False) as bar,
+    ):
         return _Search(members, units, bar).run(theta)
 
 
@@ -120,7 +129,7 @@ class _Search:
             tried = best.theta.copy()
             tried[place] = self.center[place]
             found = self._at(tried)
-            if found.height > best.height + self._tolerance(best.height):
+            if found.height > best.height + LARGEST_FALL + self._hidden(best.height):
                 best, known = found, self.members.known()
             else:
                 self.members.recall(known)
@@ -131,19 +140,21 @@ class _Search:
         known = self.members.known()
         for number in range(MOST_SHORTENED):
             there = self._at(here.theta + step * SHORTENED**number)
-            if there.height >= here.height - self._tolerance(here.height):
+            if _rise(here, there, self._hidden(here.height)) >= -LARGEST_FALL:
                 return there
             self.members.recall(known)
         return None
 
-    def _tolerance(self, height: float) -> float:
-        return LARGEST_FALL + ROUNDINGS * float(np.finfo(self.members.values.dtype).eps) * abs(height)
+    def _hidden(self, height: float) -> float:
+        """Differences between heights that rounding may hide."""
+        return ROUNDINGS * float(np.finfo(self.members.values.dtype).eps) * abs(height)
 
     def _at(self, theta: np.ndarray) -> _Place:
         """A place, and how high the log posterior is there, as far as the members that are looked at tell."""
         look = self.members.look(theta, np.sort(self.order[: self.looked_at]), self.bar)
-        prior = self.members.outside(theta)
-        return _Place(theta, float(look.evidence) * self._times + prior[0], look, *prior[1:])
+        value, gradient, information = self.members.outside(theta)
+        height = float(look.evidence) * self._times + value
+        return _Place(theta, height, look.score * self._times + gradient, look, information)
 
     @property
     def _times(self) -> float:
@@ -159,7 +170,7 @@ class _Search:
         return _Newton(
             place.theta,
             place.height,
-            look.score * self._times + place.gradient,
+            place.gradient,
             whole,
             np.linalg.inv(free),
             float(look.counting) / self.looked_at,
@@ -167,12 +178,12 @@ class _Search:
 
 
 class _Place(NamedTuple):
-    """A place and the log posterior there: its height, what members say of it, and the prior's gradient and information."""
+    """A place and the log posterior there: its height and gradient, what members say of it, and the prior's information."""
 
     theta: np.ndarray
     height: float
-    look: Look
     gradient: np.ndarray
+    look: Look
     information: np.ndarray
 
 
@@ -204,6 +215,14 @@ class _Newton(NamedTuple):
         pull = self.gradient - information @ np.where(free, 0.0, step)
         step[free] = np.linalg.solve(information[np.ix_(free, free)], pull[free])
         return np.clip(step, -longest, longest)
+
+
+def _rise(here: _Newton, there: _Place, hidden: float) -> float:
+    """How much higher the log posterior is there; where that is hidden by rounding, as the slopes at both ends have it."""
+    rise = there.height - here.height
+    if abs(rise) > hidden:
+        return rise
+    return float((here.gradient + there.gradient) @ (there.theta - here.theta)) / 2
 
 
 def _is_noise(moved: float, before: float) -> bool:

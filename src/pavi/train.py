@@ -23,7 +23,7 @@ from sklearn.exceptions import ConvergenceWarning
 from threadpoolctl import threadpool_limits
 from tqdm.auto import tqdm
 
-from pavi.compiling import in_background, quick_options
+from pavi.compiling import finish_tracing, in_background, quick_options
 from pavi.data import Observations
 from pavi.errors import TrainingError
 from pavi.families import Informed, Units
@@ -117,6 +117,7 @@ def prepare(
     measured = problem.family.measure(problem.template, observations.everything, arguments)
     inputs = inputs_of(problem, arguments, observations, Units(zeros, zeros, zeros) | measured)
     compiling = compile_ahead(problem, inputs, observations, seed, quick)
+    finish_tracing()  # steps take the longest to compile, and Python would trace them at half the pace beside other work
     data = {} if observations.stored else observations.arrays  # the prior is drawn without data as well
     drawing = prior_ahead(problem.study, arguments, data, seed)
     state = init(problem, observations.everything, seed)

@@ -72,8 +72,9 @@ class Polished:
 
     def add(self, weights: Weights, normal: Normal) -> Weights:
         """The weights of the other family with normal distributions beside them."""
-        parts = [jnp.asarray(part, weights.shared.dtype).reshape(-1) for part in (weights.shared, *normal[:2])]
-        return weights._replace(shared=jnp.concatenate(parts), memory={**weights.memory, self._members: normal.members})
+        parts = [np.asarray(part, weights.shared.dtype).reshape(-1) for part in (weights.shared, *normal[:2])]
+        shared = jnp.asarray(np.concatenate(parts))
+        return weights._replace(shared=shared, memory={**weights.memory, self._members: normal.members})
 
     def strip(self, template: Template, weights: Weights) -> Weights:
         """The weights of the other family alone."""
@@ -145,7 +146,8 @@ class Polished:
         return self.add(extended, self.normal(template, weights)._replace(members=members))
 
     def settle(self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, weights: Weights) -> Reading:
-        template, normal = study.template, self.normal(study.template, weights)
+        template, weights = study.template, weights._replace(shared=np.asarray(weights.shared))
+        normal = self.normal(template, weights)
         stripped = self.strip(template, weights)
         if self._pulled is None:
             family, settled = self.base.settle(study, arguments, data, units, stripped)
@@ -231,8 +233,8 @@ def _size(template: Template) -> int:
     return sum(site.size for site in template.latents if not site.level)
 
 
-def _split(template: Template, shared: Array) -> tuple[Array, Array, Array]:
+def _split(template: Template, shared: Array | np.ndarray) -> tuple[Any, Any, Any]:
     """The shared weights of the other family, and the mean and factor of the normal distribution behind them."""
     size = _size(template)
-    own, mean, factor = jnp.split(shared, np.cumsum([len(shared) - size * (size + 1), size]))
-    return own, mean, factor.reshape(size, size)
+    own = len(shared) - size * (size + 1)
+    return shared[:own], shared[own : own + size], shared[own + size :].reshape(size, size)

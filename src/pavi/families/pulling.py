@@ -21,7 +21,7 @@ from pavi.families.base import Glimpse, Units
 from pavi.prior import Prior
 from pavi.sources import take
 from pavi.template import Level, Site, Template
-from pavi.tiles import Tile, tiles
+from pavi.tiles import tiles
 
 
 def pulled_levels(template: Template) -> frozenset[Level]:
@@ -82,27 +82,31 @@ def pulls_of_all(
     for level in pulled_levels(template):
         xp = np if isinstance(rows[level], np.ndarray) else jnp
         shown = xp.zeros((*template.sizes(level), pull_size(template, level)), rows[level].dtype)
-        for at in _tiles(template, level):
-            rows_here = {other: _at(array, other, at.indices) for other, array in rows.items()}
-            data_here = {name: _at(array, template.site(name).level, at.indices) for name, array in data.items()}
-            place = tuple(at.slices[plate] for plate in level)
-            part = tile(rows_here, data_here, at.indices)[level][tuple(slice(each.stop - each.start) for each in place)]
+        for indices in _tiles(template, level):
+            rows_here = {other: _at(array, other, indices) for other, array in rows.items()}
+            data_here = {name: _at(array, template.site(name).level, indices) for name, array in data.items()}
+            part = tile(rows_here, data_here, indices)[level]
             if isinstance(shown, np.ndarray):
-                shown[place] = part
+                shown[tuple(slice(indices[plate][0], indices[plate][-1] + 1) for plate in level)] = part
             else:
-                shown = _put(shown, part, tuple(np.int32(each.start) for each in place))
+                shown = _put(shown, part, tuple(indices[plate][0] for plate in level))
         found[level] = shown
     return found
 
 
 def first_tiles(template: Template) -> list[dict[str, np.ndarray]]:
     """Indices of the members of the first tile of each such level; all other tiles are as large."""
-    return [next(_tiles(template, level)).indices for level in pulled_levels(template)]
+    return [next(_tiles(template, level)) for level in pulled_levels(template)]
 
 
-def _tiles(template: Template, level: Level) -> Iterator[Tile]:
-    members = {plate.name: np.arange(plate.size) for plate in template.plates}
-    return (tile for tile, _, _ in tiles(template, [level], members, 1))
+def _tiles(template: Template, level: Level) -> Iterator[dict[str, np.ndarray]]:
+    """Indices of neighbours in tiles of one shape, in which all members of a level lie: the last may overlap others."""
+    sizes = {plate.name: plate.size for plate in template.plates}
+    members = {plate: np.arange(size) for plate, size in sizes.items()}
+    for tile, _, _ in tiles(template, [level], members, 1):
+        lengths = {plate: len(index) for plate, index in tile.indices.items()}
+        starts = {plate: min(part.start, sizes[plate] - lengths[plate]) for plate, part in tile.slices.items()}
+        yield tile.indices | {p: np.arange(start, start + lengths[p], dtype=np.int32) for p, start in starts.items()}
 
 
 def _at(array: Any, level: Level, indices: Mapping[str, np.ndarray]) -> Any:
