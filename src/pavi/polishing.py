@@ -43,9 +43,9 @@ MOST_ROUNDS = 30
 LONG_WAY, LEAST_FALL = 2.0, 0.01
 # Draws that count, of those made, below which a member's posterior is too far from what they are drawn from.
 FEWEST_COUNTING = 0.5
-# Cores that matrices of the numbers outside of plates are solved with. With all of them, each waits for the others while a
-# compiler keeps them busy.
-SOLVING_CORES = 2
+# Cores that matrices of the numbers outside of plates are solved with: several would wait for each other, and all for what is
+# being compiled.
+SOLVING_CORES = 1
 
 
 def polish(members: Members, theta: np.ndarray, units: Units, progress_bar: bool) -> Normal | None:

@@ -48,8 +48,8 @@ from pavi.stepping import (
     prior_units,
 )
 
-# Cores that the search for one start may use.
-CLUSTERING_CORES = 2
+# Cores that the search for one start uses: threads of one that wait for each other would wait for compilers too.
+CLUSTERING_CORES = 1
 
 
 @runtime_checkable
