@@ -1,24 +1,22 @@
-"""A small study fitted on several devices, as a program of its own: prints its ELBOs and moments as JSON.
-
-python sharded_study.py DEVICES GROUPS_PER_STEP STEPS [ADDRESS PROCESSES PROCESS]
-"""
+"""A small study fitted on several devices, as a program of its own: prints its ELBOs and moments as JSON."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+from functools import partial
 
 import jax
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
-X = np.random.default_rng(0).normal(1.0, 1.5, size=(16, 6, 2)).astype(np.float32)
+X = np.random.default_rng(0).normal(1.0, 1.5, size=(17, 6, 2)).astype(np.float32)
 
 
-def model():
+def model(size=16):
     mu = numpyro.sample("mu", dist.Normal(np.zeros(2), 3).to_event(1))
-    groups, points = numpyro.plate("group", 16, dim=-2), numpyro.plate("point", 6, dim=-1)
+    groups, points = numpyro.plate("group", size, dim=-2), numpyro.plate("point", 6, dim=-1)
     with groups:
         theta = numpyro.sample("theta", dist.Normal(mu, 1).to_event(1))
     with points:
@@ -28,15 +26,35 @@ def model():
 
 
 def main() -> None:
-    devices, batch, steps = map(int, sys.argv[1:4])
-    if len(sys.argv) > 4:
-        address, processes, process = sys.argv[4], int(sys.argv[5]), int(sys.argv[6])
-        jax.distributed.initialize(address, processes, process)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("devices", type=int)
+    parser.add_argument("batch", type=int, help="groups per step")
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--stored", help="data in a memory map of this name")
+    parser.add_argument("--runs", type=int, help="groups drawn side by side")
+    parser.add_argument("--checkpoint", help="folder")
+    parser.add_argument("--process", nargs=3, help="address, processes, and which one this is")
+    told = parser.parse_args()
+    if told.process:
+        jax.distributed.initialize(told.process[0], *map(int, told.process[1:]))
     import pavi
 
-    settings = {"batch": {"group": batch, "point": 6}, "steps": steps, "progress_bar": False}
+    settings = {"batch": {"group": told.batch, "point": 6}, "steps": told.steps, "progress_bar": False}
+    settings |= {"runs": {"group": told.runs}} if told.runs else {}
     family = pavi.PAVI(flow=pavi.Affine())
-    fit = pavi.fit(model, {"x": X}, family=family, devices={"group": devices}, **settings)
+    x = X[: told.groups]
+    if told.stored:
+        np.save(told.stored, x)
+        x = np.load(told.stored, mmap_mode="r")
+    fit = pavi.fit(
+        partial(model, told.groups),
+        {"x": x},
+        family=family,
+        devices={"group": told.devices},
+        checkpoint=told.checkpoint,
+        **settings,
+    )
     moments = fit.moments(num_samples=200)
     result = {
         "elbos": fit.history["elbo"].tolist(),

@@ -17,6 +17,7 @@ ORDER = [
     "tracing",
     "branch",
     "tiles",
+    "mesh",
     "rows",
     "data",
     "flows",

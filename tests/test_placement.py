@@ -68,6 +68,11 @@ def test_hosted_rows_go_on_from_a_checkpoint_and_can_be_updated(on_device, tmp_p
     assert isinstance(updated._weights.rows["group",], np.ndarray)
 
 
+def test_several_devices_refuse_polishing():
+    with pytest.raises(pavi.PaviError, match="several devices cannot be polished"):
+        pavi.fit(model, {"x": X}, polish=True, devices=1, **SETTINGS)
+
+
 def test_several_devices_refuse_hosted_rows():
     with pytest.raises(pavi.PaviError, match="placement='host' is for a single one"):
         pavi.fit(model, {"x": jnp.asarray(X)}, placement="host", devices=1, **SETTINGS)
@@ -143,8 +148,6 @@ def test_a_run_beyond_the_last_member_is_harmless():
 
 
 def test_runs_are_checked():
-    with pytest.raises(pavi.PaviError, match="one by one on several devices"):
-        pavi.fit(model, {"x": jnp.asarray(X)}, runs={"group": 2}, devices=1, **SETTINGS)
     with pytest.raises(pavi.PaviError, match="does not have"):
         pavi.fit(model, {"x": X}, runs={"person": 3}, **SETTINGS)
     with pytest.raises(pavi.PaviError, match="expected from 1"):

@@ -9,12 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from sharded_study import X, model
 
 import pavi
-from pavi.sharding import split_along
+from pavi.cascade import Hashable, Study
+from pavi.mesh import SHARD, Shards
+from pavi.sharding import split_along, split_problem
+from pavi.stepping import Problem, _in_study, default_optimizers, drawn_at
 
 STUDY = Path(__file__).parent / "sharded_study.py"
 
@@ -33,10 +38,10 @@ def result(process):
     return json.loads(found[-1]) if found else None
 
 
-def on_one_device(batch, steps):
+def on_one_device(batch, steps, groups=16):
     """The same study in this process."""
-    family = pavi.PAVI(flow=pavi.Affine())
-    return pavi.fit(model, {"x": X}, family=family, batch={"group": batch, "point": 6}, steps=steps, progress_bar=False)
+    settings = {"family": pavi.PAVI(flow=pavi.Affine()), "batch": {"group": batch, "point": 6}, "progress_bar": False}
+    return pavi.fit(model, {"x": X[:groups]}, model_args=(groups,), steps=steps, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +69,64 @@ def test_two_processes_do_what_one_does(one):
     with socket.socket() as found:
         found.bind(("localhost", 0))
         address = f"localhost:{found.getsockname()[1]}"
-    both = [start(4, 16, 40, address, 2, number, local_devices=2) for number in range(2)]
+    both = [start(4, 16, 40, "--process", address, 2, number, local_devices=2) for number in range(2)]
     first, second = (result(process) for process in both)
     assert second is None
     np.testing.assert_allclose(first["elbos"], one.history["elbo"], rtol=2e-3)
     np.testing.assert_allclose(first["theta"], one.moments(num_samples=200)["theta"], atol=0.01)
 
 
+def test_a_plate_that_devices_do_not_divide_is_split_all_the_same():
+    """17 groups on 8 devices, all in every step: the one device that has three and the seven that have two."""
+    eight, one = result(start(8, 17, 40, "--groups", 17)), on_one_device(17, 40, 17)
+    np.testing.assert_allclose(eight["elbos"][0], one.history["elbo"][0], rtol=1e-5)
+    np.testing.assert_allclose(eight["elbos"], one.history["elbo"], rtol=2e-3)
+    np.testing.assert_allclose(eight["theta"], one.moments(num_samples=200)["theta"], atol=0.01)
+
+
+@pytest.mark.parametrize("more", [(), ("--runs", 2)])
+def test_stored_data_are_read_for_each_device(more, tmp_path):
+    """The same members in the same steps, whether each device holds its part of the data or is given what it draws."""
+    in_map = "--stored", tmp_path / "x.npy"
+    held, streamed = (start(4, 8, 60, "--groups", 17, *more, *stored) for stored in ((), in_map))
+    held, streamed = result(held), result(streamed)
+    np.testing.assert_allclose(streamed["elbos"], held["elbos"], rtol=1e-5)
+    np.testing.assert_allclose(streamed["theta"], held["theta"], rtol=1e-3, atol=1e-3)
+
+
+def test_parts_hold_every_member_once():
+    shards = Shards("group", 8, 17)
+    assert shards.counts.tolist() == [3, 2, 2, 2, 2, 2, 2, 2]
+    assert len(shards.members) == 8 * 3
+    np.testing.assert_array_equal(shards.members[shards.places], np.arange(17))
+    np.testing.assert_array_equal(shards.members.reshape(8, 3)[:, 0], shards.firsts)
+
+
+@pytest.mark.parametrize(("batch", "runs"), [(4, {}), (12, {}), (17, {}), (8, {"group": 2})])
+def test_members_of_uneven_parts_count_alike(batch, runs):
+    """Weights times how often each of 17 members is drawn on 4 devices, which have 5, 4, 4 and 4 of them: one each."""
+    template = pavi.read_template(model, ["x"], model_args=(17,))
+    study = Study(model, template, Hashable(()))
+    members = ("group", batch), ("point", 6)
+    problem = Problem(study, pavi.PAVI(), members, 1, *default_optimizers(1.0), runs=tuple(runs.items()))
+    split = split_problem(problem, Shards("group", 4, 17))
+
+    def weights(key):
+        def on_one(_):
+            branch = _in_study(split, drawn_at(split, key, jnp.int32(0))[0])
+            counts = jnp.where(branch.mask["group"], branch.weights["group"], 0.0)
+            return jnp.zeros(17).at[branch.indices["group"]].add(counts, mode="drop")
+
+        return jax.vmap(on_one, axis_name=SHARD)(jnp.arange(4)).sum(0)
+
+    found = jax.jit(jax.vmap(weights))(jax.random.split(jax.random.key(0), 4000))
+    error = found.std(0) / np.sqrt(len(found))
+    assert (np.abs(found.mean(0) - 1) <= 4 * error + 1e-6).all()
+
+
 def test_devices_that_are_not_there_are_refused():
     template = pavi.read_template(model, ["x"])
-    assert split_along(template, 1) == ("group", 1)
+    assert split_along(template, 1) == Shards("group", 1, 16)
     with pytest.raises(pavi.SettingError, match="expected a number up to"):
         split_along(template, 4096)
     with pytest.raises(pavi.SettingError, match="no plate 'subject'"):

@@ -12,6 +12,7 @@ import xarray as xr
 from jaxtyping import PRNGKeyArray
 
 from pavi.data import observe, usual_runs
+from pavi.errors import SettingError
 from pavi.families import PAVI, Family
 from pavi.fitting import Fit, Polish, fit_study
 from pavi.planning import Place, device_memory, folder_of, make_plan, polished_family
@@ -97,6 +98,8 @@ def fit(
     template = study.template
     check_counts(steps, num_particles, starts)
     how = Polish.of(polish)
+    if how is not None and devices is not None:
+        raise SettingError("polish=...: a fit on several devices cannot be polished. Leave out `devices`.")
     family = PAVI() if family is None else family
     inner = check_points(inner_points, template, family)
     batch = check_batch(template, batch, family)
@@ -105,7 +108,9 @@ def fit(
     polished = polished_family(family, polish)
     starts = usual_starts(template) if starts is None else starts
     planned = make_plan(template, arguments, data, family, batch, num_particles, memory, placement, inner, polished, starts)
-    observations = observe(template, data, supports, on_host=planned.data_place is Place.HOST)
+    # Several devices are given their parts of what is in host memory; no device ever holds all of it.
+    on_host = planned.data_place is Place.HOST or devices is not None
+    observations = observe(template, data, supports, on_host=on_host)
     runs = usual_runs(template, observations.stored, planned.batch) if runs is None else runs
     values = unconstrain(study, arguments, init or {}, {} if observations.stored else observations.arrays)
     setting = Setting(
@@ -125,5 +130,6 @@ def fit(
         planned.rows_place is Place.HOST,
         folder_of(placement),
         inner_points,
+        planned.data_place is not Place.DEVICE,
     )
     return fit_study(study, arguments, observations, setting, how)

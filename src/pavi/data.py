@@ -47,6 +47,18 @@ class Observations(NamedTuple):
         """All data by site, on the device or stored."""
         return {**self.arrays, **self.stored}
 
+    def loaded(self) -> Observations:
+        """The same with all that is in host memory on the device."""
+        here = {name: array.source for name, array in self.stored.items() if type(array.source) is np.ndarray}
+        stored = {name: array for name, array in self.stored.items() if name not in here}
+        return self._replace(arrays={**self.arrays, **{n: jnp.asarray(each) for n, each in here.items()}}, stored=stored)
+
+
+def in_all(*trees: Any) -> int:
+    """Bytes of all arrays, stored or not."""
+    leaves = jax.tree.leaves(trees)
+    return sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in leaves)
+
 
 def observe(
     template: Template,

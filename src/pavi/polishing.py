@@ -43,8 +43,8 @@ MOST_ROUNDS = 30
 LONG_WAY, LEAST_FALL = 2.0, 0.01
 # Draws that count, of those made, below which a member's posterior is too far from what they are drawn from.
 FEWEST_COUNTING = 0.5
-# Cores that matrices of the numbers outside of plates are solved with: several would wait for each other, and all for what is
-# being compiled.
+# Cores that matrices of the numbers outside of plates are solved with: several would wait for each other, and all for the
+# compiler.
 SOLVING_CORES = 1
 
 

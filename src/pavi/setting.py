@@ -44,6 +44,8 @@ class Setting(NamedTuple):
     rows_on_host: bool = False
     folder: str | None = None
     inner_points: int = 0
+    streamed: bool = True
+    """Whether data in host memory are read step by step; if not, several devices are given their parts."""
 
 
 def problem_of(study: Study, setting: Setting, optimizers: tuple, early: bool, pace: float) -> tuple[Problem, Schedule]:
@@ -57,11 +59,8 @@ def problem_of(study: Study, setting: Setting, optimizers: tuple, early: bool, p
         levels = frozenset(level for level in setting.family.shapes(study.template, problem.whole).rows if level)
         problem = dataclasses.replace(problem, hosted=levels, folder=setting.folder)
     if setting.devices is not None:
-        if runs:
-            raise SettingError(
-                f"runs={runs}: members are drawn one by one on several devices. Leave out `runs` or `devices`."
-            )
         problem = sharded(problem, setting.devices)
+        chosen = dict(problem.batch)
     decays = setting.optimizer is None
     return problem, Schedule(study.template, chosen, setting.steps, decays=decays, load=load, early=early, pace=pace)
 
@@ -80,15 +79,15 @@ def _checked(problem: Problem) -> Problem:
     return problem
 
 
-def runner_of(problem: Problem, observations: Observations, schedule: Schedule) -> Callable[..., tuple[State, Any]]:
+def runner_of(
+    problem: Problem, observations: Observations, schedule: Schedule, setting: Setting
+) -> Callable[..., tuple[State, Any]]:
     """What runs a chunk of steps: on one device or several, with data on it or elsewhere."""
     if problem.shards is None:
         return runner(problem, observations.stored, schedule.short)
-    if observations.stored:
-        raise SettingError(f"devices=...: the data of {sorted(observations.stored)} are stored elsewhere. Load them first.")
     if problem.hosted:
         raise SettingError("devices=...: rows lie on the devices; placement='host' is for a single one.")
-    return Sharded(problem)
+    return Sharded(problem, observations.stored, setting.streamed, schedule.short)
 
 
 def identity_of(problem: Problem, setting: Setting, observations: Observations) -> dict[str, str]:

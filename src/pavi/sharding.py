@@ -1,8 +1,9 @@
 """Training on several devices: rows and data lie along one plate, each device draws members of its own part.
 
 Every device runs the same steps on its own part of the plate, with the same draws of all that the parts share; gradients are
-summed. Parts are equal, so members are still drawn with equal chance. With `jax.distributed` the same code runs on several
-processes.
+summed. Parts are equal, or differ by one member, whose chance to be drawn its weight makes up for. Data that are stored
+elsewhere are read for each part. With `jax.distributed` the same code runs on several processes, each of which reads what
+its own devices need.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
 
+from pavi.compiling import quick_options
 from pavi.encodings import SetEncoder
 from pavi.errors import SettingError
-from pavi.families import PAVI, Weights
-from pavi.stepping import SHARD, Inputs, Problem, State
+from pavi.families import PAVI
+from pavi.mesh import SHARD, Shards
+from pavi.sources import Stored
+from pavi.stepping import Inputs, Problem, State, drawn_at, state_specs
+from pavi.streaming import Reader, Streamed, read_at
 from pavi.template import Level, Template
 from pavi.train import run_chunk
 
@@ -33,11 +37,11 @@ def number_of(devices: int | Mapping[str, int] | None) -> int:
     return devices if isinstance(devices, int) else next(iter((devices or {}).values()), 1)
 
 
-def split_along(template: Template, devices: int | Mapping[str, int]) -> tuple[str, int]:
+def split_along(template: Template, devices: int | Mapping[str, int]) -> Shards:
     """Which plate is split into how many parts: the one named, or the one that most numbers lie along.
 
     Raises:
-        SettingError: if there are not as many devices, or the plate cannot be split evenly.
+        SettingError: if there are not as many devices, or no plate has as many members.
     """
     named = dict(devices) if isinstance(devices, Mapping) else {}
     count = number_of(devices)
@@ -50,75 +54,136 @@ def split_along(template: Template, devices: int | Mapping[str, int]) -> tuple[s
     unknown = [plate for plate in named if plate not in sizes]
     if unknown:
         raise SettingError(f"devices={devices!r}: the model has no plate {unknown[0]!r}. Its plates: {list(sizes)}.")
-    even = [plate for plate, size in sizes.items() if size % count == 0 and (not named or plate in named)]
-    if not even:
+    large = [plate for plate, size in sizes.items() if size >= count and (not named or plate in named)]
+    if not large:
         raise SettingError(
-            f"devices={devices!r}: expected a plate whose size {count} divides; the sizes are "
+            f"devices={devices!r}: expected a plate of at least {count} members; the sizes are "
             f"{ {plate: sizes[plate] for plate in (named or sizes)} }."
         )
 
     def numbers(plate: str) -> int:
         return sum(math.prod(site.shape) for site in template.sites if plate in site.level)
 
-    return max(even, key=numbers), count
+    plate = max(large, key=numbers)
+    return Shards(plate, count, sizes[plate])
 
 
 def sharded(problem: Problem, devices: int | Mapping[str, int]) -> Problem:
-    """The problem with one of its plates split over devices, and with as many members per step of it as they divide."""
-    plate, count = split_along(problem.template, devices)
+    """The problem with one of its plates split over devices, and as many members of it per step on each of them."""
+    shards = split_along(problem.template, devices)
     if isinstance(problem.family, PAVI) and isinstance(problem.family.encodings, SetEncoder):
         raise SettingError("devices=...: a SetEncoder needs all members on one device. Use free encodings.")
     if problem.family.whole_plates:
         raise SettingError(f"devices=...: {type(problem.family).__name__} needs all members on one device. Use pavi.PAVI().")
-    batch = {name: -(-members // count) * count if name == plate else members for name, members in problem.batch}
-    return dataclasses.replace(problem, batch=tuple(batch.items()), shards=(plate, count))
+    return split_problem(problem, shards)
+
+
+def split_problem(problem: Problem, shards: Shards) -> Problem:
+    """The problem on parts of a plate, with as many of its members per step on each of them."""
+    batch, runs = dict(problem.batch), dict(problem.runs)
+    run = runs.get(shards.plate, 1)
+    each = math.ceil(batch[shards.plate] / shards.parts / run) * run
+    if each >= shards.length:
+        each = shards.length
+        runs.pop(shards.plate, None)
+    batch[shards.plate] = each * shards.parts
+    return dataclasses.replace(problem, batch=tuple(batch.items()), runs=tuple(runs.items()), shards=shards)
 
 
 class Sharded:
-    """Runs chunks of steps, as `chunk_runner` does, on several devices."""
+    """Runs chunks of steps, as `chunk_runner` does, on several devices.
 
-    def __init__(self, problem: Problem):
+    Args:
+        stored: data that are stored elsewhere, or in host memory.
+        streamed: whether these are read ahead of the steps. Else they are put on the devices, a part on each.
+        quick: whether to compile quickly.
+    """
+
+    def __init__(self, problem: Problem, stored: Mapping[str, Stored], streamed: bool, quick: bool):
         assert problem.shards is not None
-        self.plate, count = problem.shards
-        self.mesh = Mesh(np.array(jax.devices()[:count]), (SHARD,))
+        self.shards, self.quick = problem.shards, quick
+        self.stored = dict(stored)
+        self._held = {} if streamed else {name: self._lay_out(problem, name, array) for name, array in stored.items()}
+        self._streamed = Streamed(problem, stored, self._run, self._reader(problem)) if stored and streamed else None
+        self._inputs: tuple[Inputs, Inputs] | None = None
 
-    def __call__(self, problem: Problem, inputs: Inputs, state: State, rates: Any, count: Any) -> tuple[State, Array]:
-        specs = self._input_specs(problem, inputs), self._state_specs(state)
-        inputs, state = self._place(inputs, specs[0]), self._place(state, specs[1])
-        return _compiled(problem, self.mesh, *map(_frozen, specs))(inputs, state, jnp.asarray(rates), jnp.asarray(count))
+    def __call__(self, problem: Problem, inputs: Inputs, state: State, rates: Any, count: Any) -> tuple[State, Any]:
+        run = self._run if self._streamed is None else self._streamed
+        return run(problem, self._on_all(problem, inputs), state, rates, count)
 
-    def _spec(self, level: Level) -> PartitionSpec:
-        return PartitionSpec(*(SHARD if plate == self.plate else None for plate in level))
+    def _lay_out(self, problem: Problem, name: str, array: Any) -> Array:
+        return self.shards.lay_out(array, problem.template.site(name).level)
 
-    def _input_specs(self, problem: Problem, inputs: Inputs) -> Inputs:
-        whole = PartitionSpec()
-        data = {site.name: self._spec(site.level) for site in problem.template.observed if site.name in inputs.data}
-        everything = jax.tree.map(lambda _: whole, inputs._replace(data={}))
-        return everything._replace(data=data)
+    def _on_all(self, problem: Problem, inputs: Inputs) -> Inputs:
+        """Inputs on the devices, with all data that do not come step by step."""
+        if self._inputs is None or self._inputs[0] is not inputs:
+            data = {name: self._lay_out(problem, name, array) for name, array in inputs.data.items()} | self._held
+            rest = jax.tree.map(lambda leaf: self.shards.put(leaf, PartitionSpec()), inputs._replace(data={}))
+            self._inputs = inputs, rest._replace(data=data)
+        return self._inputs[1]
 
-    def _state_specs(self, state: State) -> State:
-        everything = jax.tree.map(lambda _: PartitionSpec(), state)
-        rows = {level: self._spec(level) for level in state.weights.rows}
-        row_optimizer = {
-            level: jax.tree.map(lambda _, spec=rows[level]: spec, tree) for level, tree in state.row_optimizer.items()
-        }
-        return everything._replace(weights=Weights(PartitionSpec(), rows, {}), row_optimizer=row_optimizer)
+    def _run(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        state: State,
+        rates: Any,
+        count: Any,
+        stored: Mapping[str, Array] | None = None,
+    ) -> tuple[State, Array]:
+        stored = dict(stored or {})
+        everything = jax.tree.map(lambda _: PartitionSpec(), inputs._replace(data={}))
+        specs = (
+            everything._replace(data={name: self._spec(problem, name) for name in inputs.data}),
+            state_specs(self.shards, state),
+            {name: self._step_spec(problem, name) for name in stored},
+        )
+        state = jax.tree.map(self.shards.put, state, specs[1])
+        run = _compiled(problem, self.shards, self.quick, *map(_frozen, specs))
+        return run(inputs, state, jnp.asarray(rates), jnp.asarray(count), stored)
 
-    def _place(self, tree: Any, specs: Any) -> Any:
-        """Puts every array where it belongs; each process gives its own part."""
+    def _spec(self, problem: Problem, name: str) -> PartitionSpec:
+        return self.shards.spec(problem.template.site(name).level)
 
-        def put(leaf: Any, spec: PartitionSpec) -> Any:
-            target = NamedSharding(self.mesh, spec)
-            if isinstance(leaf, jax.Array) and leaf.sharding == target:
-                return leaf
-            if jax.process_count() == 1:
-                return jax.device_put(leaf, target)
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                return jax.random.wrap_key_data(put(jax.random.key_data(leaf), spec))
-            host = np.asarray(leaf)
-            return jax.make_array_from_callback(host.shape, target, lambda index: host[index])
+    def _step_spec(self, problem: Problem, name: str) -> PartitionSpec:
+        return PartitionSpec(None, *self._spec(problem, name))
 
-        return jax.tree.map(put, tree, specs)
+    def _reader(self, problem: Problem) -> Reader:
+        """Reads the data of coming steps, for each device those of the members that it draws."""
+        template, batch = problem.template, dict(problem.batch)
+
+        def read(key: np.ndarray, first: int, count: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+            drawn = jax.device_get(_members(problem, count, key, np.int32(first)))
+            found = {}
+            for name in self.stored:
+                site = template.site(name)
+                shape = (count, *(batch[plate] for plate in site.level), *site.member_shape)
+                target = NamedSharding(self.shards.mesh, self._step_spec(problem, name))
+                part = functools.partial(self._part, problem, name, drawn)
+                found[name] = jax.make_array_from_callback(shape, target, part)
+            return {}, found
+
+        return read
+
+    def _part(self, problem: Problem, name: str, drawn: Mapping[str, np.ndarray], index: Any) -> np.ndarray:
+        """The data of one site that one device is to have, of several steps."""
+        level, plate = problem.template.site(name).level, self.shards.plate
+        start = index[1 + level.index(plate)].start if plate in level else None
+        device = (start or 0) // (dict(problem.batch)[plate] // self.shards.parts)
+        indices = {each: members[device] for each, members in drawn.items()}
+        indices[plate] = indices[plate] + self.shards.firsts[device]
+        return read_at(problem, {name: self.stored[name]}, indices, len(indices[plate]))[name]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _members(problem: Problem, count: int, key: Array, first: Int[Array, ""]) -> dict[str, Array]:
+    """Which members the next `count` steps look at on each device, which has an axis of its own in front."""
+    wrapped = jax.random.wrap_key_data(key)
+
+    def on_one(_: Array) -> dict[str, Array]:
+        return jax.vmap(lambda number: drawn_at(problem, wrapped, number)[0].indices)(first + jnp.arange(count))
+
+    return jax.vmap(on_one, axis_name=SHARD)(jnp.arange(problem.parts))
 
 
 def _frozen(specs: Any) -> tuple:
@@ -127,23 +192,31 @@ def _frozen(specs: Any) -> tuple:
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(problem: Problem, mesh: Mesh, input_specs: tuple, state_specs: tuple) -> Any:
-    inputs, state = (jax.tree.unflatten(structure, leaves) for leaves, structure in (input_specs, state_specs))
+def _compiled(
+    problem: Problem, shards: Shards, quick: bool, input_specs: tuple, state_specs: tuple, stored_specs: tuple
+) -> Any:
+    inputs, state, stored = (
+        jax.tree.unflatten(structure, leaves) for leaves, structure in (input_specs, state_specs, stored_specs)
+    )
     whole = PartitionSpec()
     run = jax.shard_map(
         functools.partial(run_chunk, problem),
-        mesh=mesh,
-        in_specs=(inputs, state, whole, whole),
+        mesh=shards.mesh,
+        in_specs=(inputs, state, whole, whole, stored),
         out_specs=(state, whole),
         check_vma=False,
     )
-    return jax.jit(run, donate_argnums=1)
+    return jax.jit(run, donate_argnums=1, compiler_options=quick_options(steps=True) if quick else None)
 
 
-def gathered(state: State) -> State:
-    """A state with all of its parts together again, for reading."""
-    if jax.process_count() == 1:
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.devices()[0]), state)
-    plain = state._replace(key=jax.random.key_data(state.key))
-    everything = jax.tree.map(lambda leaf: jnp.asarray(multihost_utils.process_allgather(leaf, tiled=True)), plain)
-    return everything._replace(key=jax.random.wrap_key_data(everything.key))
+def gathered(problem: Problem, state: State, on_host: bool) -> State:
+    """A state with all of its parts together again, for reading: rows in host memory, or on one device."""
+    assert problem.shards is not None
+    gather = problem.shards.gather
+    rows: dict[Level, Any] = {level: gather(array, level) for level, array in state.weights.rows.items()}
+    if not on_host:
+        rows = {level: jnp.asarray(array) for level, array in rows.items()}
+    shared = jnp.asarray(gather(state.weights.shared, ()))
+    skipped = jnp.asarray(gather(state.skipped, ()))
+    weights = state.weights._replace(shared=shared, rows=rows)
+    return state._replace(weights=weights, row_optimizer={}, skipped=skipped)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from pavi import data as observed_data
@@ -29,6 +30,7 @@ from pavi.compiling import in_background, quick_jit
 from pavi.elbo import reduced_elbo
 from pavi.families import Family, Glimpse, Joint, Units, Weights
 from pavi.inner import Inner
+from pavi.mesh import SHARD, Shards
 from pavi.prior import Prior
 from pavi.sources import Stored
 from pavi.template import Level, Site, Template
@@ -38,8 +40,6 @@ from pavi.template import Level, Site, Template
 LARGEST_SURPRISE = 30.0
 SHARED_RATE = 5e-3
 PRIOR_DRAWS = 256
-# Name of the axis of devices.
-SHARD = "shard"
 
 
 def _adam(b1: float, b2: float) -> optax.GradientTransformation:
@@ -70,8 +70,8 @@ class Problem:
     num_particles: int
     optimizer: optax.GradientTransformation
     row_optimizer: optax.GradientTransformation
-    shards: tuple[str, int] | None = None
-    """A plate that is split over devices, and into how many parts; a step then runs on one part of it."""
+    shards: Shards | None = None
+    """A plate that is split over devices; a step then runs on one part of it."""
     runs: tuple[tuple[str, int], ...] = ()
     """Plates whose members are drawn several side by side, and how many."""
     hosted: frozenset[Level] = frozenset()
@@ -92,16 +92,19 @@ class Problem:
     @property
     def parts(self) -> int:
         """Over how many devices a step runs."""
-        return 1 if self.shards is None else self.shards[1]
+        return 1 if self.shards is None else self.shards.parts
 
     def share(self, level: Level) -> float:
         """What one device counts of a level: all of what only it has, else its part."""
-        return 1.0 if self.shards is None or self.shards[0] in level else 1 / self.parts
+        return 1.0 if self.shards is None or self.shards.plate in level else 1 / self.parts
 
     @property
     def whole(self) -> frozenset[str]:
         """The plates whose members are all taken in every step."""
-        return frozenset(plate for plate, count in self.batch if count == self.sizes[plate])
+        sizes = self.sizes
+        if self.shards is not None:
+            sizes[self.shards.plate] = self.shards.parts * self.shards.length
+        return frozenset(plate for plate, count in self.batch if count == sizes[plate])
 
     def step(self, inputs: Inputs, state: State, rate: Float[Array, ""], **stored: Array) -> tuple[State, Float[Array, ""]]:
         return step(self, inputs, state, rate, stored)
@@ -145,7 +148,7 @@ def default_optimizers(row_rate: float) -> tuple[optax.GradientTransformation, o
 
 def init(problem: Problem, data: Mapping[str, Any], seed: np.ndarray, start: int = 0) -> State:
     """The state before the first step. `seed` is the data of a JAX key; other starts have other weights."""
-    if problem.hosted:  # what is read piece by piece gives rows on the host
+    if problem.hosted or problem.shards is not None:  # what is read piece by piece gives rows on the host
         data = {name: array if isinstance(array, Stored) else Stored(array) for name, array in data.items()}
     weights = problem.family.init(problem.template, np.random.default_rng([*seed, start]), data, problem.whole)
     return place(problem, weights, seed)
@@ -153,6 +156,8 @@ def init(problem: Problem, data: Mapping[str, Any], seed: np.ndarray, start: int
 
 def place(problem: Problem, weights: Weights, seed: np.ndarray) -> State:
     """The state before the first step from given weights, each of its arrays where the problem wants it."""
+    if problem.shards is not None:
+        return _placed_on_all(problem, problem.shards, weights, seed)
     hosted = {level: rows for level, rows in weights.rows.items() if level in problem.hosted}
     rest = {level: rows for level, rows in weights.rows.items() if level not in problem.hosted}
     state = first_state(problem.optimizer, problem.row_optimizer, weights._replace(rows=rest), seed)
@@ -164,8 +169,27 @@ def place(problem: Problem, weights: Weights, seed: np.ndarray) -> State:
     return state._replace(weights=state.weights._replace(rows=rows), row_optimizer=optimizer)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def first_state(
+def _placed_on_all(problem: Problem, shards: Shards, weights: Weights, seed: np.ndarray) -> State:
+    """The state before the first step, laid out on several devices: none ever holds more than its own part."""
+    rows = {level: shards.lay_out(array, level) for level, array in weights.rows.items()}
+    weights = weights._replace(shared=shards.put(weights.shared, PartitionSpec()), rows=rows)
+    make = partial(_first_state, problem.optimizer, problem.row_optimizer)
+    specs = state_specs(shards, jax.eval_shape(make, weights, seed))
+    places = jax.tree.map(partial(NamedSharding, shards.mesh), specs)
+    return jax.jit(make, out_shardings=places, donate_argnums=0)(weights, seed)
+
+
+def state_specs(shards: Shards, state: State) -> State:
+    """How each array of a state is split over devices."""
+    everything = jax.tree.map(lambda _: PartitionSpec(), state)
+    rows = {level: shards.spec(level) for level in state.weights.rows}
+    row_optimizer = {
+        level: jax.tree.map(lambda _, spec=rows[level]: spec, tree) for level, tree in state.row_optimizer.items()
+    }
+    return everything._replace(weights=everything.weights._replace(rows=rows), row_optimizer=row_optimizer)
+
+
+def _first_state(
     optimizer: optax.GradientTransformation, row_optimizer: optax.GradientTransformation, weights: Weights, seed: Array
 ) -> State:
     """The state before the first step from given weights, which it takes over: their buffers are gone afterwards."""
@@ -173,6 +197,9 @@ def first_state(
     row_states = {level: row_ops.init_optimizer(row_optimizer, rows) for level, rows in weights.rows.items()}
     key = jax.random.wrap_key_data(seed)
     return State(weights, optimizer.init(weights.shared), row_states, key, zero, zero)
+
+
+first_state = jax.jit(_first_state, static_argnums=(0, 1), donate_argnums=2)
 
 
 def prior_units(
@@ -242,24 +269,34 @@ def _draws_of_prior(
 def drawn_at(problem: Problem, key: PRNGKeyArray, number: Int[Array, ""]) -> tuple[Branch, PRNGKeyArray]:
     """The branch that a step looks at, and the key of its noise. On one of several devices: of its own part of the plate."""
     branch_key, noise_key = jax.random.split(jax.random.fold_in(key, number))
-    sizes, batch = problem.sizes, dict(problem.batch)
+    sizes, batch, runs = problem.sizes, dict(problem.batch), dict(problem.runs)
     if problem.shards is None:
-        return draw_branch(branch_key, sizes, batch, dict(problem.runs)), noise_key
-    plate, parts = problem.shards
-    sizes[plate], batch[plate] = sizes[plate] // parts, batch[plate] // parts
-    everywhere = draw_branch(branch_key, sizes, batch, dict(problem.runs))
-    own_key = jax.random.fold_in(jax.random.fold_in(branch_key, len(sizes)), jax.lax.axis_index(SHARD))
-    here = draw_branch(own_key, sizes, batch, dict(problem.runs))
-    indices = {**everywhere.indices, plate: here.indices[plate]}
-    return Branch(indices, everywhere.weights, {**everywhere.mask, plate: here.mask[plate]}), noise_key
+        return draw_branch(branch_key, sizes, batch, runs), noise_key
+    plate, part, shards = problem.shards.plate, jax.lax.axis_index(SHARD), problem.shards
+    own_key = jax.random.fold_in(jax.random.fold_in(branch_key, len(sizes)), part)
+    drawn = batch.pop(plate) // shards.parts
+    del sizes[plate]
+    branch = draw_branch(branch_key, sizes, batch, runs)
+
+    def own(size: int) -> Branch:
+        return draw_branch(own_key, {plate: size}, {plate: drawn}, runs)
+
+    if drawn == shards.length:  # all of them
+        here = own(shards.length)
+        here = Branch(here.indices, here.weights, {plate: here.indices[plate] < jnp.asarray(shards.counts)[part]})
+    else:
+        here = own(shards.length)
+        if shards.size % shards.parts:
+            full = jnp.asarray(shards.counts)[part] == shards.length
+            here = jax.tree.map(partial(jnp.where, full), here, own(shards.length - 1))
+    return Branch(branch.indices | here.indices, branch.weights | here.weights, branch.mask | here.mask), noise_key
 
 
 def _in_study(problem: Problem, branch: Branch) -> Branch:
     """A branch with the indices that its members have in the whole study."""
     if problem.shards is None:
         return branch
-    plate, parts = problem.shards
-    first = jax.lax.axis_index(SHARD) * (problem.sizes[plate] // parts)
+    plate, first = problem.shards.plate, jnp.asarray(problem.shards.firsts, jnp.int32)[jax.lax.axis_index(SHARD)]
     return Branch({**branch.indices, plate: branch.indices[plate] + first}, branch.weights, branch.mask)
 
 
@@ -267,7 +304,7 @@ def _summed(problem: Problem, value: Array, shared_grad: Array, row_grads: dict[
     """Sums over devices: the ELBO, and the gradients of what they share."""
     if problem.shards is None:
         return value, shared_grad, row_grads
-    plate = problem.shards[0]
+    plate = problem.shards.plate
     rows = {level: grad if plate in level else jax.lax.psum(grad, SHARD) for level, grad in row_grads.items()}
     return jax.lax.psum(value, SHARD), jax.lax.psum(shared_grad, SHARD), rows
 

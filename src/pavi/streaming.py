@@ -8,7 +8,7 @@ handed to each step and taken back from it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -30,11 +30,21 @@ AHEAD_BYTES = 2**27
 MOST_AHEAD = 64
 
 
-class Streamed:
-    """Runs chunks of steps, as `chunk_runner` does, on data or rows that are partly stored elsewhere."""
+# Reads the data of the next steps: (key, first step, how many) -> members of each plate, and data by site, step by step.
+Reader = Callable[[np.ndarray, int, int], tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]
 
-    def __init__(self, problem: Problem, stored: Mapping[str, Stored], quick: bool):
-        self.problem, self.stored, self.quick = problem, dict(stored), quick
+
+class Streamed:
+    """Runs chunks of steps on data or rows that are partly stored elsewhere.
+
+    Args:
+        stored: such data.
+        run: runs a few steps, whose data it is given after the other arguments of `chunk_runner`.
+        read: reads their data.
+    """
+
+    def __init__(self, problem: Problem, stored: Mapping[str, Stored], run: Callable[..., tuple[State, Any]], read: Reader):
+        self.problem, self.run, self.read = problem, run, read
         batch = dict(problem.batch)
         each = sum(
             np.prod([batch[plate] for plate in problem.template.site(name).level], dtype=np.int64)
@@ -51,38 +61,36 @@ class Streamed:
         self, problem: Problem, inputs: Inputs, state: State, rates: np.ndarray, count: np.integer
     ) -> tuple[State, np.ndarray]:
         elbos = np.full(LONGEST_CHUNK, np.nan)
-        run = chunk_runner(self.quick)
         hosted = {level: (state.weights.rows[level], state.row_optimizer[level]) for level in problem.hosted}
         key, first = np.asarray(jax.random.key_data(state.key)), int(state.step)
         for start in range(0, int(count), self.block):
             taken = min(self.block, int(count) - start)
-            indices, data = self._read(key, first + start)
+            indices, data = self._next(key, first + start)
             # The next block begins where this one ends.
-            self._ahead = (key.tobytes(), first + start + taken), self._pool.submit(self._gather, key, first + start + taken)
+            after = first + start + taken
+            self._ahead = (key.tobytes(), after), self._pool.submit(self.read, key, after, self.block)
             some = np.zeros(self.block, np.float32)
             some[:taken] = rates[start : start + taken]
             places = {level: tuple(indices[plate][0] for plate in level) for level in hosted}
             shown = _with_rows(state, {level: row_ops.read(hosted[level], places[level]) for level in hosted})
-            state, found = run(problem, inputs, shown, some, np.int32(taken), data)
+            state, found = self.run(problem, inputs, shown, some, np.int32(taken), data)
             for level, place in places.items():
                 row_ops.write(hosted[level], place, (state.weights.rows[level], state.row_optimizer[level]))
             elbos[start : start + taken] = np.asarray(found)[:taken]
         return _with_rows(state, hosted), elbos
 
-    def _read(self, key: np.ndarray, first: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    def _next(self, key: np.ndarray, first: int) -> tuple[Mapping[str, np.ndarray], Mapping[str, Any]]:
         if self._ahead is not None and self._ahead[0] == (key.tobytes(), first):
             return self._ahead[1].result()
-        return self._gather(key, first)
+        return self.read(key, first, self.block)
 
-    def _gather(self, key: np.ndarray, first: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """The members that the next steps look at, and their data, one step after the other."""
-        indices = jax.device_get(_members(self.problem, self.block, key, np.int32(first)))
-        template = self.problem.template
-        each = [
-            stored_at(template, self.stored, {plate: index[k] for plate, index in indices.items()})
-            for k in range(self.block)
-        ]
-        return indices, {name: np.stack([data[name] for data in each]) for name in self.stored}
+
+def read_at(
+    problem: Problem, stored: Mapping[str, Stored], indices: Mapping[str, np.ndarray], count: int
+) -> dict[str, np.ndarray]:
+    """The stored data of so many steps, one after the other, at the members of each."""
+    each = [stored_at(problem.template, stored, {plate: index[k] for plate, index in indices.items()}) for k in range(count)]
+    return {name: np.stack([data[name] for data in each]) for name in stored}
 
 
 def _with_rows(state: State, found: Mapping[Level, tuple]) -> State:
@@ -100,5 +108,12 @@ def _members(problem: Problem, count: int, key: Array, first: Int[Array, ""]) ->
 
 
 def runner(problem: Problem, stored: Mapping[str, Stored], quick: bool) -> Any:
-    """What runs a chunk of steps: all on the device where data and rows are there."""
-    return Streamed(problem, stored, quick) if stored or problem.hosted else chunk_runner(quick)
+    """What runs a chunk of steps on one device: all on it where data and rows are there."""
+    if not stored and not problem.hosted:
+        return chunk_runner(quick)
+
+    def read(key: np.ndarray, first: int, count: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        indices = jax.device_get(_members(problem, count, key, np.int32(first)))
+        return indices, read_at(problem, stored, indices, count)
+
+    return Streamed(problem, stored, chunk_runner(quick), read)

@@ -14,8 +14,9 @@ import optax
 
 from pavi.cascade import Study
 from pavi.checkpoint import Keeper, Progress
-from pavi.data import Observations
+from pavi.data import Observations, in_all
 from pavi.families import Reading, Units, Weights
+from pavi.planning import device_memory
 from pavi.schedule import Schedule, Stop
 from pavi.setting import Setting, identity_of, problem_of, runner_of
 from pavi.sharding import gathered
@@ -75,7 +76,7 @@ def train_study(
             if setting.starts > 1:
                 spreads_ahead(study, arguments, observations.everything)
             prepared(inputs)
-        run = once_compiled(runner_of(problem, observations, schedule), compiling)
+        run = once_compiled(runner_of(problem, observations, schedule, setting), compiling)
         keeper = (
             None if setting.checkpoint is None else Keeper(setting.checkpoint, identity_of(problem, setting, observations))
         )
@@ -171,7 +172,11 @@ class Refinement:
 
 
 def _finish(problem: Problem, inputs: Inputs, observations: Observations, trained: Trained) -> Outcome:
-    state = trained.state if problem.shards is None else gathered(trained.state)
+    state = trained.state
+    if problem.shards is not None:
+        alone = in_all(state.weights.rows, observations.everything) <= device_memory()
+        state = gathered(problem, state, on_host=not alone)
+        observations = observations.loaded() if alone else observations
     return Outcome(
         problem.study,
         inputs.units,
