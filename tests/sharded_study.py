@@ -34,12 +34,16 @@ def main() -> None:
     parser.add_argument("--stored", help="data in a memory map of this name")
     parser.add_argument("--runs", type=int, help="groups drawn side by side")
     parser.add_argument("--checkpoint", help="folder")
+    parser.add_argument("--interval", type=float, default=60.0, help="seconds between checkpoints, of the first process")
     parser.add_argument("--process", nargs=3, help="address, processes, and which one this is")
     told = parser.parse_args()
     if told.process:
         jax.distributed.initialize(told.process[0], *map(int, told.process[1:]))
     import pavi
+    import pavi.checkpoint
 
+    if jax.process_index() == 0:
+        pavi.checkpoint.INTERVAL = told.interval
     settings = {"batch": {"group": told.batch, "point": 6}, "steps": told.steps, "progress_bar": False}
     settings |= {"runs": {"group": told.runs}} if told.runs else {}
     family = pavi.PAVI(flow=pavi.Affine())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -65,15 +66,34 @@ def test_with_some_members_in_a_step_the_posterior_is_the_same_within_noise():
     np.testing.assert_allclose(eight["mu"][0], one.moments(num_samples=200)["mu"].values[0], atol=0.1)
 
 
-def test_two_processes_do_what_one_does(one):
+def on_two_processes(*told):
+    """What a study prints that runs on two processes with two devices each."""
     with socket.socket() as found:
         found.bind(("localhost", 0))
         address = f"localhost:{found.getsockname()[1]}"
-    both = [start(4, 16, 40, "--process", address, 2, number, local_devices=2) for number in range(2)]
+    both = [start(4, *told, "--process", address, 2, number, local_devices=2) for number in range(2)]
     first, second = (result(process) for process in both)
     assert second is None
+    return first
+
+
+def test_two_processes_do_what_one_does(one):
+    first = on_two_processes(16, 40)
     np.testing.assert_allclose(first["elbos"], one.history["elbo"], rtol=2e-3)
     np.testing.assert_allclose(first["theta"], one.moments(num_samples=200)["theta"], atol=0.01)
+
+
+def test_two_processes_go_on_from_a_checkpoint(tmp_path):
+    """They write checkpoints together, though only the first finds it time to, and end where the uninterrupted fit does."""
+    told = 8, 400, "--groups", 17, "--checkpoint", tmp_path, "--interval", 0
+    whole = on_two_processes(*told)
+    steps = sorted(int(folder.name) for folder in tmp_path.iterdir() if folder.name.isdigit())
+    assert len(steps) == 2
+    assert steps[1] == 400
+    shutil.rmtree(tmp_path / str(steps[1]))
+    again = on_two_processes(*told)
+    assert again["elbos"] == whole["elbos"]
+    assert again["theta"] == whole["theta"]
 
 
 def test_a_plate_that_devices_do_not_divide_is_split_all_the_same():

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pavi.errors import LoadError, SettingError
+from pavi.mesh import agreed
 from pavi.schedule import Schedule, Stop
 from pavi.stepping import Inputs, State
 
@@ -71,7 +72,7 @@ class Keeper:
         stop: Stop | None,
     ) -> None:
         """Writes a checkpoint, if the last one is old enough or training is over."""
-        if stop is None and time.monotonic() - self._last < INTERVAL:
+        if stop is None and not agreed(time.monotonic() - self._last >= INTERVAL):
             return
         meta = {
             "identity": self.identity,

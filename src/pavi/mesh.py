@@ -99,6 +99,11 @@ class Shards(NamedTuple):
         return np.take(whole, self.places, level.index(self.plate)) if self.plate in level else whole
 
 
+def agreed(flag: bool) -> bool:
+    """Whether it is so in any process, for what all must do together or not at all."""
+    return bool(np.any(multihost_utils.process_allgather(np.array(flag)))) if jax.process_count() > 1 else flag
+
+
 @functools.cache
 def _mesh(parts: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:parts]), (SHARD,))

@@ -27,6 +27,7 @@ from pavi.compiling import finish_tracing, in_background, quick_options
 from pavi.data import Observations
 from pavi.errors import TrainingError
 from pavi.families import Informed, Units
+from pavi.mesh import agreed
 from pavi.schedule import LONGEST_CHUNK, Schedule, Stop, early_rates
 from pavi.starting import (
     HELD_STEPS,
@@ -314,7 +315,7 @@ def _verdict(
     if failed > 0.5 * taken:
         return Stop.NON_FINITE
     schedule.update(elbos)
-    if schedule.stop is None and interrupted():
+    if schedule.stop is None and agreed(interrupted()):
         return Stop.INTERRUPTED
     return schedule.stop
 
