@@ -4,7 +4,7 @@
     python benchmarks/cohort.py --size 0.01      # 100 subjects, 5,941 vertices: for a laptop
     python benchmarks/cohort.py --seeds 10       # how often all networks are found
     python benchmarks/cohort.py --growth         # step time and accuracy from 10 to 1,000 subjects
-    python benchmarks/cohort.py --memory         # the plan against the peak, the bytes of a step against a copy
+    python benchmarks/cohort.py --memory         # the plan against the peak, a step's bytes against a copy, its kernels
     python benchmarks/cohort.py --moments        # moments of all members to Zarr, and the rate of the storage
     python benchmarks/cohort.py --relaxed        # the paper's form: labels relaxed, its flows and its batch
     python benchmarks/cohort.py --polish 0       # trained only; at full size fits are polished by default
@@ -20,6 +20,9 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -178,15 +181,21 @@ def memory(arguments: argparse.Namespace) -> None:
     subjects, vertices = round(SUBJECTS * share), round(VERTICES * share)
     model = parcellation(subjects, SESSIONS, vertices, FEATURES, NETWORKS)
     batch = {"subject": min(arguments.batch[0], subjects), "vertex": min(arguments.batch[1], vertices)}
-    settings = {"family": FAMILY, "batch": batch, "num_particles": arguments.particles}
+    settings = {"family": FAMILY, "batch": batch, "num_particles": arguments.particles, "starts": 1}
     x = jnp.ones((subjects, vertices, SESSIONS, FEATURES), jnp.float16)
     plan = pavi.plan(model, {"x": x}, **settings)
     print(f"{plan}\n")
-    timed_fit(model, x, steps=200, starts=1, **settings)
+    timed_fit(model, x, steps=200, **settings)
     stats = jax.devices()[0].memory_stats()
     if stats:
         peak = stats["peak_bytes_in_use"]
         print(f"peak as measured  {peak / 1e9:.1f} GB: {peak / plan.device_bytes:.3f} of the plan")
+        few, many = (kernels(partial(timed_fit, model, x, steps=steps, **settings)) for steps in (100, 400))
+        print("\n| kernel | times per step | microseconds per step |\n|---|---|---|")
+        each = {name: (np.array(many[name]) - few.get(name, (0, 0))) / 300 for name in many}
+        print("| all | {:.0f} | {:.0f} |".format(*sum(each.values())))
+        for name in sorted(each, key=lambda name: -each[name][1])[:10]:
+            print("| {} | {:.0f} | {:.1f} |".format(name, *each[name]))
     del x
     array = jnp.zeros(2**28 if stats else 2**24, jnp.float32)
     copy = jax.jit(lambda array: array + 1)
@@ -197,6 +206,21 @@ def memory(arguments: argparse.Namespace) -> None:
     array.block_until_ready()
     rate = 20 * array.nbytes / (time.perf_counter() - started)
     print(f"copy bandwidth {rate / 1e9:.0f} GB/s: a step's bytes take {plan.step_bytes / rate * 1e6:.1f} microseconds")
+
+
+def kernels(run: Callable[[], Any]) -> dict[str, tuple[int, float]]:
+    """How often each kernel of the device ran, and for how many microseconds in all."""
+    found: dict[str, tuple[int, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            for line in plane.lines if "GPU" in plane.name else ():
+                for event in line.events if "Compute" in line.name else ():
+                    count, taken = found.get(event.name, (0, 0.0))
+                    found[event.name] = count + 1, taken + event.duration_ns / 1e3
+    return found
 
 
 def moments(arguments: argparse.Namespace) -> None:
