@@ -182,7 +182,7 @@ class Posterior:
         empty = {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
         layout = self._dataset(wanted, members, empty, ("moment",)).assign_coords(moment=[0, 1])
         levels = tuple(dict.fromkeys(site.level for site in wanted))
-        tile = next(tiles(self.template, levels, members, num_samples))[0]
+        tile = next(tiles(self.template, levels, members, num_samples, observed=False))[0]
         chunks = {
             site.name: (2, *(len(tile.indices[plate]) for plate in site.level), *site.display_shape) for site in wanted
         }
@@ -199,7 +199,7 @@ class Posterior:
         running: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
         def computed() -> Iterator[tuple[Tile, slice, dict]]:
-            for tile, draws, ids in tiles(self.template, levels, members, num_samples):
+            for tile, draws, ids in tiles(self.template, levels, members, num_samples, observed=False):
                 inputs = (self._inputs(tile), tile.indices, ids, np.int32(draws.stop - draws.start), seed_of(rng_key))
                 yield tile, draws, block_moments(self._study, self._family, names, *inputs)
 
@@ -209,7 +209,9 @@ class Posterior:
                     continue
                 place = tuple(tile.slices[plate] for plate in site.level)
                 keep = tuple(slice(s.stop - s.start) for s in place)
-                mean, deviations = (np.asarray(part)[keep].astype(np.float64) for part in found[site.name])
+                mean, deviations = (np.asarray(part)[keep] for part in found[site.name])
+                if draws.start or draws.stop < num_samples:  # there are more blocks of draws
+                    mean, deviations = mean.astype(np.float64), deviations.astype(np.float64)
                 if draws.start:  # Chan's update of a running mean and sum of squared deviations by a block of draws
                     before, new = draws.start, draws.stop - draws.start
                     delta = mean - running[site.name][0]
@@ -344,7 +346,7 @@ class Posterior:
         """Values of the wanted sites block by block: (site, where in its plates, which draws, values)."""
         names = tuple(site.name for site in wanted)
         levels = tuple(dict.fromkeys(site.level for site in wanted))
-        for tile, draws, ids in tiles(self.template, levels, members, num_samples):
+        for tile, draws, ids in tiles(self.template, levels, members, num_samples, observed=predict):
             found = draw(self._study, self._family, names, predict, self._inputs(tile), tile.indices, ids, seed_of(rng_key))
             for site in wanted:
                 if counts_here(site, tile):

@@ -158,7 +158,7 @@ def write_zarr(
     with ThreadPoolExecutor(4) as pool:
         writing: list[Future] = []
         for name, place, values in parts:
-            writing.append(pool.submit(arrays[name].__setitem__, place, values.astype(np.float32)))
+            writing.append(pool.submit(arrays[name].__setitem__, place, values.astype(np.float32, copy=False)))
             while len(writing) > MOST_WRITES:
                 writing.pop(0).result()
         for each in writing:

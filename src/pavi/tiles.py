@@ -10,10 +10,11 @@ import jax
 import numpy as np
 
 from pavi.branch import choose_batch
-from pavi.template import Level, Site, Template
+from pavi.template import Kind, Level, Site, Template
 
-# Numbers held on the device while one tile is read: on a CPU what its caches hold, on an accelerator many more.
-CPU_TILE, ACCELERATOR_TILE = 2**22, 2**27
+# Numbers held on the device while one tile is read: on a CPU what its caches hold, on an accelerator many more; where draws
+# are made, of which each tile has many, at most one for so many bytes of its memory.
+CPU_TILE, ACCELERATOR_TILE, BYTES_PER_NUMBER = 2**22, 2**27, 128
 LARGEST_DRAW_BLOCK = 256
 
 T = TypeVar("T")
@@ -34,9 +35,13 @@ def counts_here(site: Site, tile: Tile) -> bool:
 
 
 def tiles(
-    template: Template, levels: Sequence[Level], members: Mapping[str, np.ndarray], num_samples: int
+    template: Template, levels: Sequence[Level], members: Mapping[str, np.ndarray], num_samples: int, observed: bool = True
 ) -> Iterator[tuple[Tile, slice, np.ndarray]]:
-    """Tiles that cover the members of some levels, each with every block of draws."""
+    """Tiles that cover the members of some levels, each with every block of draws.
+
+    Args:
+        observed: whether observed sites are drawn or scored in every draw, not just read.
+    """
     needed = [plate.name for plate in template.plates if any(plate.name in level for level in levels)]
     if any(len(members[plate]) == 0 for plate in needed):
         return
@@ -44,8 +49,10 @@ def tiles(
     work: dict[Level, int] = {}
     for site in template.sites:
         level = tuple(plate for plate in site.level if plate in needed)
-        work[level] = work.get(level, 0) + max(site.size * 8, int(np.prod(site.member_shape, dtype=int)))
-    caps = choose_batch({plate: len(members[plate]) for plate in needed}, work, max(tile_budget() // draw_block, 1))
+        times = draw_block if observed or site.kind is not Kind.OBSERVED else 1
+        work[level] = work.get(level, 0) + times * max(site.size * 8, int(np.prod(site.member_shape, dtype=int)))
+    budget = tile_budget() if draw_block == 1 else draws_budget()
+    caps = choose_batch({plate: len(members[plate]) for plate in needed}, work, budget)
     blocks = [[slice(a, min(a + caps[p], len(members[p]))) for a in range(0, len(members[p]), caps[p])] for p in needed]
     for chosen in itertools.product(*blocks):
         slices = dict(zip(needed, chosen, strict=True))
@@ -69,6 +76,12 @@ def one_ahead(items: Iterator[T]) -> Iterator[T]:
         if len(waiting) > 1:
             yield waiting.pop(0)
     yield from waiting
+
+
+def draws_budget() -> int:
+    """The same where many draws are made of each member."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return max(tile_budget(), stats.get("bytes_limit", 0) // BYTES_PER_NUMBER)
 
 
 def tile_budget() -> int:
