@@ -227,3 +227,35 @@ def test_a_model_that_is_never_finite():
         numpyro.factor("broken", jnp.log(-jnp.exp(mu)))
 
     fails(pavi.TrainingError, "not finite, so nothing was learned", model)
+
+
+def test_memory_that_runs_out(monkeypatch):
+    def full(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 28.34GiB")
+
+    monkeypatch.setattr("pavi.api.fit_study", full)
+    message = fails(pavi.SettingError, "Memory ran out")
+    assert "device in all" in message
+    assert "placement=folder" in message
+
+
+def test_other_errors_of_the_runtime_stay_as_they_are(monkeypatch):
+    def broken(*args):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr("pavi.api.fit_study", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        pavi.fit(simple, {"x": X}, progress_bar=False)
+
+
+def test_the_plan_counts_data_that_are_reordered_on_the_device():
+    def model():
+        inner, outer = numpyro.plate("inner", 3, dim=-1), numpyro.plate("outer", 4, dim=-2)
+        with inner:
+            a = numpyro.sample("a", dist.Normal(0, 1))
+        with outer, inner:
+            numpyro.sample("x", dist.Normal(a, 1))
+
+    x = np.zeros((4, 3), np.float32)
+    plans = [pavi.plan(model, {"x": array}, memory=10**9) for array in (x, jnp.asarray(x))]
+    assert plans[1].data_bytes - plans[0].data_bytes == x.nbytes

@@ -15,7 +15,7 @@ from pavi.data import observe, usual_runs
 from pavi.errors import SettingError
 from pavi.families import PAVI, Family
 from pavi.fitting import Fit, Polish, fit_study
-from pavi.planning import Place, device_memory, folder_of, make_plan, polished_family
+from pavi.planning import Place, device_memory, enough_memory, folder_of, make_plan, polished_family
 from pavi.posterior import seed_of
 from pavi.reading import check_batch, check_counts, check_points, check_runs, read_model
 from pavi.setting import Setting
@@ -108,28 +108,29 @@ def fit(
     polished = polished_family(family, polish)
     starts = usual_starts(template) if starts is None else starts
     planned = make_plan(template, arguments, data, family, batch, num_particles, memory, placement, inner, polished, starts)
-    # Several devices are given their parts of what is in host memory; no device ever holds all of it.
-    on_host = planned.data_place is Place.HOST or devices is not None
-    observations = observe(template, data, supports, on_host=on_host)
-    runs = usual_runs(template, observations.stored, planned.batch) if runs is None else runs
-    values = unconstrain(study, arguments, init or {}, {} if observations.stored else observations.arrays)
-    setting = Setting(
-        family,
-        batch,
-        steps,
-        num_particles,
-        optimizer,
-        seed_of(rng_key),
-        progress_bar,
-        started,
-        starts,
-        values,
-        checkpoint,
-        devices,
-        runs,
-        planned.rows_place is Place.HOST,
-        folder_of(placement),
-        inner_points,
-        planned.data_place is not Place.DEVICE,
-    )
-    return fit_study(study, arguments, observations, setting, how)
+    with enough_memory(planned):
+        # Several devices are given their parts of what is in host memory; no device ever holds all of it.
+        on_host = planned.data_place is Place.HOST or devices is not None
+        observations = observe(template, data, supports, on_host=on_host)
+        runs = usual_runs(template, observations.stored, planned.batch) if runs is None else runs
+        values = unconstrain(study, arguments, init or {}, {} if observations.stored else observations.arrays)
+        setting = Setting(
+            family,
+            batch,
+            steps,
+            num_particles,
+            optimizer,
+            seed_of(rng_key),
+            progress_bar,
+            started,
+            starts,
+            values,
+            checkpoint,
+            devices,
+            runs,
+            planned.rows_place is Place.HOST,
+            folder_of(placement),
+            inner_points,
+            planned.data_place is not Place.DEVICE,
+        )
+        return fit_study(study, arguments, observations, setting, how)

@@ -2,7 +2,8 @@
 
 XLA's full effort on a training step takes longer than most fits then run. Functions that run for a short while are therefore
 compiled with its costliest parts off: on a CPU two that halve the compilation and slow the result by about a fifth; on
-a GPU the trying out of many ways to multiply matrices. Long fits get the full effort.
+a GPU the trying out of many ways to multiply matrices. Long fits get the full effort, and so do moments on a GPU, where it
+takes no longer.
 """
 
 from __future__ import annotations
@@ -11,16 +12,28 @@ import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import jax
 
-_QUICK: dict[tuple[str, bool], dict[str, Any]] = {
-    ("cpu", False): {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False},
-    ("gpu", False): {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
-    # The many small products of a training step are far slower without Triton.
-    ("gpu", True): {"xla_gpu_autotune_level": 0},
+
+class Purpose(Enum):
+    """What a function is for that is to be compiled quickly."""
+
+    ONCE = "runs for a short while"
+    STEPS = "training steps: their many small products are far slower without Triton"
+    READING = "goes over all members of a study"
+
+
+_QUICK: dict[str, dict[Purpose, dict[str, Any]]] = {
+    "cpu": {each: {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False} for each in Purpose},
+    "gpu": {
+        Purpose.ONCE: {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
+        Purpose.STEPS: {"xla_gpu_autotune_level": 0},
+        Purpose.READING: {},
+    },
 }
 
 # Share of the memory maps a process may have, above which compiled functions are forgotten.
@@ -28,11 +41,10 @@ MOST_MAPS = 0.5
 
 
 @functools.cache
-def quick_options(steps: bool = False) -> dict[str, Any] | None:
-    """Compiler options for quick compilation, of training `steps` or else; None where this XLA does not know them."""
-    backend = jax.default_backend()
-    options = _QUICK.get((backend, steps), _QUICK.get((backend, False)))
-    if options is None:
+def quick_options(purpose: Purpose = Purpose.ONCE) -> dict[str, Any] | None:
+    """Compiler options for quick compilation; None for none, also where this XLA does not know them."""
+    options = _QUICK.get(jax.default_backend(), {}).get(purpose)
+    if not options:
         return None
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
@@ -44,10 +56,10 @@ def quick_options(steps: bool = False) -> dict[str, Any] | None:
 class QuickJit:
     """`jax.jit` with quick compilation, decided at the first call, when the backend is known."""
 
-    def __init__(self, function: Callable, static_argnums: tuple[int, ...]):
+    def __init__(self, function: Callable, static_argnums: tuple[int, ...], purpose: Purpose):
         functools.update_wrapper(self, function)
         self._jitted = functools.cache(
-            lambda: jax.jit(function, static_argnums=static_argnums, compiler_options=quick_options())
+            lambda: jax.jit(function, static_argnums=static_argnums, compiler_options=quick_options(purpose))
         )
 
     def __call__(self, *args: Any) -> Any:
@@ -57,9 +69,9 @@ class QuickJit:
         return self._jitted().lower(*args)
 
 
-def quick_jit(static_argnums: tuple[int, ...]) -> Callable[[Callable], QuickJit]:
+def quick_jit(static_argnums: tuple[int, ...], purpose: Purpose = Purpose.ONCE) -> Callable[[Callable], QuickJit]:
     """Decorator for functions whose compilation outlasts their running."""
-    return lambda function: QuickJit(function, static_argnums)
+    return lambda function: QuickJit(function, static_argnums, purpose)
 
 
 @functools.cache

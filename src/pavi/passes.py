@@ -14,7 +14,7 @@ from pavi import data as observed_data
 from pavi import rows as row_ops
 from pavi.branch import Branch
 from pavi.cascade import Pass, Study, cascade
-from pavi.compiling import in_background, quick_jit
+from pavi.compiling import Purpose, in_background, quick_jit
 from pavi.encodings import SetEncoder
 from pavi.families import PAVI, Family, Joint, Units
 from pavi.flows import without_paths
@@ -45,7 +45,7 @@ def draw_values(
 draw = quick_jit(static_argnums=(0, 1, 2, 3))(draw_values)
 
 
-@quick_jit(static_argnums=(0, 1, 2))
+@quick_jit(static_argnums=(0, 1, 2), purpose=Purpose.READING)
 def block_moments(
     study: Study,
     family: Family,

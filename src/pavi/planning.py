@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -22,7 +23,7 @@ from pavi.reading import check_batch, check_points, members_per_step, split_argu
 from pavi.sources import is_stored
 from pavi.starting import usual_starts
 from pavi.stepping import State, default_optimizers, first_state
-from pavi.template import Level, Template
+from pavi.template import Level, Site, Template
 from pavi.tracing import data_name, trace
 
 # Numbers a step holds per number that it touches: layers of a flow, forward and backward.
@@ -31,6 +32,12 @@ STEP_COST = 12
 POINT_COST = 3
 # Part of a device's memory that a fit may plan with.
 USABLE = 0.9
+# What XLA says when memory has run out, and what helps.
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED", "Out of memory"
+SMALLER = (
+    "Take smaller encodings (pavi.FreeEncodings(size=...)), a smaller dtype for the data, data in a memory map or in Zarr, "
+    "rows in a memory map (placement=folder), or fewer members per step (batch=...)."
+)
 
 
 class Place(Enum):
@@ -203,6 +210,8 @@ def make_plan(
     sizes = {name: math.prod(np.shape(array)) * np.dtype(array.dtype).itemsize for name, array in arrays.items()}
     stored = sum(sizes[name] for name, array in arrays.items() if is_stored(array))
     movable = sum(sizes[name] for name, array in arrays.items() if not isinstance(array, jax.Array)) - stored
+    # An array on the device whose axes are in another order is there twice: as it came, and as steps read it.
+    doubled = sum(sizes[s.name] for s in template.observed if isinstance(arrays[s.name], jax.Array) and not _in_order(s))
     step_bytes, temporary_bytes = _of_a_step(template, arrays, state, chosen, num_particles, inner)
     state_bytes = _bytes((state.weights, state.optimizer, state.row_optimizer))
     temporary_bytes = max(temporary_bytes, _pull_bytes(template, family, weights))
@@ -216,7 +225,7 @@ def make_plan(
         num_rows=sum(math.prod(rows.shape[:-1]) for rows in weights.rows.values()),
         batch=chosen,
         encoding_sizes={level: rows.shape[-1] for level, rows in weights.rows.items()},
-        data_bytes=sum(sizes.values()) + _bytes(arguments),
+        data_bytes=sum(sizes.values()) + doubled + _bytes(arguments),
         state_bytes=state_bytes,
         temporary_bytes=max(temporary_bytes, copied),
         step_bytes=step_bytes,
@@ -235,11 +244,7 @@ def make_plan(
     for choice in choices:
         if choice.fits:
             return choice
-    raise SettingError(
-        f"This fit does not fit on the device:\n{choices[-1]}\nTake smaller encodings (pavi.FreeEncodings(size=...)), a "
-        "smaller dtype for the data, data in a memory map or in Zarr, rows in a memory map (placement=folder), or fewer "
-        "members per step (batch=...)."
-    )
+    raise SettingError(f"This fit does not fit on the device:\n{choices[-1]}\n{SMALLER}")
 
 
 def _of_a_step(
@@ -291,6 +296,25 @@ def _polish_bytes(template: Template, family: Family, before: Weights, whole: fr
     new = _bytes(weights.rows)
     kept = _bytes(before.rows) + new + 2 * _bytes(weights.memory)
     return max(kept, kept + new + _pull_bytes(template, family, weights) - state_bytes)
+
+
+def _in_order(site: Site) -> bool:
+    """Whether the axes of a site's plates come first, in the order of its level."""
+    return site.axes == tuple(range(len(site.axes)))
+
+
+@contextmanager
+def enough_memory(planned: Plan) -> Iterator[None]:
+    """Within, running out of memory is an error that says what was planned and what to do."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and not any(sign in str(error) for sign in OUT_OF_MEMORY):
+            raise
+        raise SettingError(
+            f"Memory ran out. This was the plan:\n{planned}\nOther programs, or arrays of yours, may hold memory on the "
+            f"device. {SMALLER}"
+        ) from error
 
 
 def folder_of(placement: str | os.PathLike | None) -> str | None:
