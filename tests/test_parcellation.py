@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
+import zarr
 from numpyro.handlers import seed, trace
 from scipy import stats
 from scipy.special import logsumexp
@@ -83,12 +84,21 @@ def test_a_cohort_is_drawn_from_the_model():
     assert np.take_along_axis(np.broadcast_to(probs, (40, 25, 3)), label[..., None].astype(int), -1).mean() > 0.6
 
 
-def test_a_cohort_can_be_written_elsewhere(tmp_path):
-    store = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (4, 10, 2, 5))
+@pytest.mark.parametrize("kind", ["memory map", "Zarr"])
+def test_a_cohort_can_be_written_elsewhere_and_fitted_there(kind, tmp_path):
+    shape, path = (4, 10, 2, 5), tmp_path / "x"
+    if kind == "Zarr":
+        store = zarr.create_array(path, shape=shape, chunks=(1, 5, 2, 5), dtype="float32")
+    else:
+        store = np.lib.format.open_memmap(path, "w+", np.float32, shape)
     written = simulate_cohort(4, 2, 10, 5, 3, dtype=np.float32, store=store)
     kept = simulate_cohort(4, 2, 10, 5, 3, dtype=np.float32)
-    np.testing.assert_allclose(written.x, kept.x, rtol=1e-5)
+    np.testing.assert_allclose(written.x[:], kept.x, rtol=1e-5)
     np.testing.assert_array_equal(written.labels, kept.labels)
+    settings = {"family": pavi.PAVI(flow=pavi.Affine()), "batch": {"subject": 2, "vertex": 5}, "runs": {}, "starts": 1}
+    model = pavi.models.parcellation(4, 2, 10, 5, 3)
+    fits = [pavi.fit(model, {"x": x}, steps=20, progress_bar=False, **settings) for x in (store, np.asarray(written.x[:]))]
+    np.testing.assert_allclose(*(fit.history["elbo"] for fit in fits), rtol=1e-4)
 
 
 def test_networks_and_labels_are_found():
