@@ -25,6 +25,14 @@ def model(size=16):
         numpyro.sample("x", dist.Normal(theta + shift[..., None], 1).to_event(1))
 
 
+def alone(size=16):
+    """Groups whose data are their own."""
+    mu = numpyro.sample("mu", dist.Normal(np.zeros(2), 3).to_event(1))
+    with numpyro.plate("group", size):
+        theta = numpyro.sample("theta", dist.Normal(mu, 1).to_event(1))
+        numpyro.sample("x", dist.Normal(theta[..., None, :] + np.zeros((6, 1)), 1).to_event(2))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("devices", type=int)
@@ -33,6 +41,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--stored", help="data in a memory map of this name")
     parser.add_argument("--runs", type=int, help="groups drawn side by side")
+    parser.add_argument("--pull", action="store_true", help="flows are shown which way data pull, in the other model")
     parser.add_argument("--checkpoint", help="folder")
     parser.add_argument("--interval", type=float, default=60.0, help="seconds between checkpoints, of the first process")
     parser.add_argument("--process", nargs=3, help="address, processes, and which one this is")
@@ -44,15 +53,16 @@ def main() -> None:
 
     if jax.process_index() == 0:
         pavi.checkpoint.INTERVAL = told.interval
-    settings = {"batch": {"group": told.batch, "point": 6}, "steps": told.steps, "progress_bar": False}
+    batch = {"group": told.batch} | ({} if told.pull else {"point": 6})
+    settings = {"batch": batch, "steps": told.steps, "progress_bar": False}
     settings |= {"runs": {"group": told.runs}} if told.runs else {}
-    family = pavi.PAVI(flow=pavi.Affine())
+    family = pavi.PAVI(flow=pavi.Affine(), show_pull=told.pull)
     x = X[: told.groups]
     if told.stored:
         np.save(told.stored, x)
         x = np.load(told.stored, mmap_mode="r")
     fit = pavi.fit(
-        partial(model, told.groups),
+        partial(alone if told.pull else model, told.groups),
         {"x": x},
         family=family,
         devices={"group": told.devices},

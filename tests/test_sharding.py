@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sharded_study import X, model
+from sharded_study import X, alone, model
 
 import pavi
 from pavi.cascade import Hashable, Study
@@ -100,6 +100,14 @@ def test_a_plate_that_devices_do_not_divide_is_split_all_the_same():
     """17 groups on 8 devices, all in every step: the one device that has three and the seven that have two."""
     eight, one = result(start(8, 17, 40, "--groups", 17)), on_one_device(17, 40, 17)
     np.testing.assert_allclose(eight["elbos"][0], one.history["elbo"][0], rtol=1e-5)
+    np.testing.assert_allclose(eight["elbos"], one.history["elbo"], rtol=2e-3)
+    np.testing.assert_allclose(eight["theta"], one.moments(num_samples=200)["theta"], atol=0.01)
+
+
+def test_rows_that_begin_with_pulls_are_laid_out():
+    eight = result(start(8, 17, 40, "--groups", 17, "--pull"))
+    settings = {"family": pavi.PAVI(flow=pavi.Affine(), show_pull=True), "batch": {"group": 17}, "steps": 40}
+    one = pavi.fit(alone, {"x": X}, model_args=(17,), progress_bar=False, **settings)
     np.testing.assert_allclose(eight["elbos"], one.history["elbo"], rtol=2e-3)
     np.testing.assert_allclose(eight["theta"], one.moments(num_samples=200)["theta"], atol=0.01)
 

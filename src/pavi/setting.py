@@ -60,7 +60,7 @@ def problem_of(study: Study, setting: Setting, optimizers: tuple, early: bool, p
         problem = dataclasses.replace(problem, hosted=levels, folder=setting.folder)
     if setting.devices is not None:
         problem = sharded(problem, setting.devices)
-        chosen = dict(problem.batch)
+        chosen = {plate: min(count, problem.sizes[plate]) for plate, count in problem.batch}
     decays = setting.optimizer is None
     return problem, Schedule(study.template, chosen, setting.steps, decays=decays, load=load, early=early, pace=pace)
 

@@ -185,6 +185,6 @@ def _finish(problem: Problem, inputs: Inputs, observations: Observations, traine
         Reading(problem.family, state.weights),
         trained.stop,
         trained.history,
-        dict(problem.batch),
+        {plate: min(count, problem.sizes[plate]) for plate, count in problem.batch},
         int(state.skipped),
     )

@@ -143,12 +143,18 @@ def started_units(
 
 def informed(problem: Problem, inputs: Inputs, state: State, observations: Observations) -> State:
     """The first state with rows that tell what can be told once it is known where latents start."""
-    rows = state.weights.rows
+    rows, shards = state.weights.rows, problem.shards
     if not isinstance(problem.family, Informed):
         return state
+    if shards is not None:  # what they hold so far is not looked at: it stays on the devices
+        sizes = problem.template.sizes
+        rows = {level: np.broadcast_to(np.zeros((), r.dtype), (*sizes(level), r.shape[-1])) for level, r in rows.items()}
     found = problem.family.inform(problem.study, inputs.arguments, observations.everything, inputs.units, rows)
     if found is rows:
         return state
+    if shards is not None:
+        laid_out = {level: shards.lay_out(each, level) for level, each in found.items()}
+        return state._replace(weights=state.weights._replace(rows=laid_out))
     for level in problem.hosted:
         rows[level][...] = found[level]  # in place: it may be a memory map
     new = {level: rows[level] if level in problem.hosted else jnp.asarray(each) for level, each in found.items()}
