@@ -31,6 +31,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 import pavi
+from pavi.experiments.stepwise import start
 from pavi.models import Cohort, parcellation, simulate_cohort
 
 SUBJECTS, SESSIONS, VERTICES, FEATURES, NETWORKS = 1000, 2, 59_412, 64, 7
@@ -188,7 +189,10 @@ def memory(arguments: argparse.Namespace) -> None:
     x = jnp.ones((subjects, vertices, SESSIONS, FEATURES), jnp.float16)
     plan = pavi.plan(model, {"x": x}, **settings)
     print(f"{plan}\n")
-    timed_fit(model, x, steps=200, **settings)
+    fit, _ = timed_fit(model, x, steps=400, **settings)
+    each = step_seconds(fit)
+    del fit
+    print(f"one step          {1e3 * each:.3f} ms, {operations(arguments) / 1e9:.2f} billion operations")
     stats = jax.devices()[0].memory_stats()
     if stats:
         peak = stats["peak_bytes_in_use"]
@@ -208,7 +212,27 @@ def memory(arguments: argparse.Namespace) -> None:
         array = copy(array)
     array.block_until_ready()
     rate = 20 * array.nbytes / (time.perf_counter() - started)
-    print(f"copy bandwidth {rate / 1e9:.0f} GB/s: a step's bytes take {plan.step_bytes / rate * 1e6:.1f} microseconds")
+    print(
+        f"copy bandwidth {rate / 1e9:.0f} GB/s: a step's bytes take {plan.step_bytes / rate * 1e6:.1f} microseconds; "
+        f"it moves them at {plan.step_bytes / each / 1e9:.1f} GB/s"
+    )
+
+
+def operations(arguments: argparse.Namespace) -> float:
+    """Floating-point operations of a step, as XLA counts them; they do not depend on the size of the study."""
+    subjects, vertices = (2 * count for count in arguments.batch)
+    model = parcellation(subjects, SESSIONS, vertices, FEATURES, NETWORKS)
+    batch = dict(zip(("subject", "vertex"), arguments.batch, strict=True))
+    x = jnp.ones((subjects, vertices, SESSIONS, FEATURES), jnp.float16)
+    problem, inputs, state, _ = start(model, {"x": x}, FAMILY, batch, arguments.particles)
+    return jax.jit(problem.step).lower(inputs, state, jnp.float32(1.0)).compile().cost_analysis()["flops"]
+
+
+def step_seconds(fit: pavi.Fit) -> float:
+    """Seconds per step in the second half of a fit."""
+    seconds = fit.history["seconds"]
+    half = len(seconds) // 2
+    return (seconds[-1] - seconds[half]) / (len(seconds) - half - 1)
 
 
 def kernels(run: Callable[[], Any]) -> dict[str, tuple[int, float]]:
@@ -267,13 +291,11 @@ def growth(arguments: argparse.Namespace) -> None:
         evaluated = np.arange(10)
         batch = {"subject": 10, "vertex": min(512, vertices)}
         fit, seconds = timed_fit(model, cohort.x, family=FAMILY, batch=batch, steps=2000, num_particles=1)
-        taken = fit.history["seconds"]
         found = judge(fit, cohort, evaluated)
         best = share_right(best_labels(cohort, evaluated), cohort, evaluated)
-        each = 1e3 * (taken[-1] - taken[len(taken) // 2]) / (len(taken) - len(taken) // 2 - 1)
         latents = fit.template.num_latents
         print(
-            f"| {subjects:,} | {latents:,} | {each:.3f} | {seconds:.1f} | {1e3 * seconds / subjects:.0f} "
+            f"| {subjects:,} | {latents:,} | {1e3 * step_seconds(fit):.3f} | {seconds:.1f} | {1e3 * seconds / subjects:.0f} "
             f"| {found.right:.4f} | {best:.4f} | {found.lowest:.4f} |",
             flush=True,
         )

@@ -147,6 +147,23 @@ def test_a_run_beyond_the_last_member_is_harmless():
     assert fit.history["elbo"][-20:].mean() > fit.history["elbo"][:20].mean()
 
 
+def test_a_run_beyond_the_last_member_has_the_covariates_of_that():
+    """Beyond the last covariate NumPyro has NaN, which would spoil the gradients of all members of the step."""
+    ages = np.linspace(0.0, 1.0, 11, dtype=np.float32)
+
+    def aged(ages):
+        slope = numpyro.sample("slope", dist.Normal(0, 3))
+        with numpyro.plate("person", 11):
+            theta = numpyro.sample("theta", dist.Normal(slope * numpyro.subsample(ages, event_dim=0), 1))
+            numpyro.sample("y", dist.Normal(theta, 1))
+
+    settings = SETTINGS | {"batch": {"person": 4}, "runs": {"person": 2}, "steps": 400}
+    fit = pavi.fit(aged, {"y": 20 * ages}, model_args=(ages,), **settings)
+    assert fit.skipped == 0
+    # The last person is drawn like all others: its posterior lies between its own value and the slope's.
+    assert 13 < float(fit.moments(num_samples=200)["theta"][0, -1]) < 20
+
+
 def test_runs_are_checked():
     with pytest.raises(pavi.PaviError, match="does not have"):
         pavi.fit(model, {"x": X}, runs={"person": 3}, **SETTINGS)

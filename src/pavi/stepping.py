@@ -293,11 +293,19 @@ def drawn_at(problem: Problem, key: PRNGKeyArray, number: Int[Array, ""]) -> tup
 
 
 def _in_study(problem: Problem, branch: Branch) -> Branch:
-    """A branch with the indices that its members have in the whole study."""
-    if problem.shards is None:
-        return branch
-    plate, first = problem.shards.plate, jnp.asarray(problem.shards.firsts, jnp.int32)[jax.lax.axis_index(SHARD)]
-    return Branch({**branch.indices, plate: branch.indices[plate] + first}, branch.weights, branch.mask)
+    """A branch with the indices that its members have in the whole study.
+
+    What goes beyond a plate stands for its last member: covariates beyond the last are NaN, and so would its gradients be,
+    though it does not count.
+    """
+    indices, padded = dict(branch.indices), [plate for plate, _ in problem.runs]
+    if problem.shards is not None:
+        plate, firsts = problem.shards.plate, jnp.asarray(problem.shards.firsts, jnp.int32)
+        indices[plate] = indices[plate] + firsts[jax.lax.axis_index(SHARD)]
+        padded.append(plate)
+    sizes = problem.sizes
+    indices |= {plate: jnp.minimum(indices[plate], sizes[plate] - 1) for plate in padded}
+    return Branch(indices, branch.weights, branch.mask)
 
 
 def _summed(problem: Problem, value: Array, shared_grad: Array, row_grads: dict[Level, Array]) -> tuple:
