@@ -11,6 +11,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
+AGES = np.linspace(0.5, 1.5, 17, dtype=np.float32)
 X = np.random.default_rng(0).normal(1.0, 1.5, size=(17, 6, 2)).astype(np.float32)
 
 
@@ -33,6 +34,15 @@ def alone(size=16):
         numpyro.sample("x", dist.Normal(theta[..., None, :] + np.zeros((6, 1)), 1).to_event(2))
 
 
+def aged(size, ages):
+    """Groups with a covariate, and data of their own."""
+    mu = numpyro.sample("mu", dist.Normal(np.zeros(2), 3).to_event(1))
+    with numpyro.plate("group", size):
+        center = mu * numpyro.subsample(ages, event_dim=0)[..., None]
+        theta = numpyro.sample("theta", dist.Normal(center, 1).to_event(1))
+        numpyro.sample("x", dist.Normal(theta[..., None, :] + np.zeros((6, 1)), 1).to_event(2))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("devices", type=int)
@@ -41,6 +51,8 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--stored", help="data in a memory map of this name")
     parser.add_argument("--runs", type=int, help="groups drawn side by side")
+    parser.add_argument("--aged", action="store_true", help="groups have a covariate, in a model of its own")
+    parser.add_argument("--gathered", type=int, help="numbers that processes gather at a time")
     parser.add_argument("--pull", action="store_true", help="flows are shown which way data pull, in the other model")
     parser.add_argument("--checkpoint", help="folder")
     parser.add_argument("--interval", type=float, default=60.0, help="seconds between checkpoints, of the first process")
@@ -50,10 +62,12 @@ def main() -> None:
         jax.distributed.initialize(told.process[0], *map(int, told.process[1:]))
     import pavi
     import pavi.checkpoint
+    import pavi.mesh
 
     if jax.process_index() == 0:
         pavi.checkpoint.INTERVAL = told.interval
-    batch = {"group": told.batch} | ({} if told.pull else {"point": 6})
+    pavi.mesh.GATHERED = told.gathered or pavi.mesh.GATHERED
+    batch = {"group": told.batch} | ({} if told.pull or told.aged else {"point": 6})
     settings = {"batch": batch, "steps": told.steps, "progress_bar": False}
     settings |= {"runs": {"group": told.runs}} if told.runs else {}
     family = pavi.PAVI(flow=pavi.Affine(), show_pull=told.pull)
@@ -62,8 +76,9 @@ def main() -> None:
         np.save(told.stored, x)
         x = np.load(told.stored, mmap_mode="r")
     fit = pavi.fit(
-        partial(alone if told.pull else model, told.groups),
+        partial(aged if told.aged else alone if told.pull else model, told.groups),
         {"x": x},
+        model_args=(AGES[: told.groups],) if told.aged else (),
         family=family,
         devices={"group": told.devices},
         checkpoint=told.checkpoint,

@@ -17,7 +17,8 @@ import optax
 import pytest
 
 import pavi
-from pavi import checkpoint
+from pavi import checkpoint, studying
+from pavi.schedule import Stop
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
 FAMILY = pavi.PAVI(flow=pavi.Affine())
@@ -129,6 +130,21 @@ def test_bad_folders_are_refused(tmp_path, often):
     (tmp_path / "file").write_text("x")
     with pytest.raises(pavi.SettingError, match="is a file"):
         fit(tmp_path / "file")
+
+
+def test_a_slower_attempt_replaces_the_checkpoints_of_the_one_before(tmp_path, often, monkeypatch):
+    train, paces = studying.train, []
+
+    def failing(problem, inputs, state, schedule, *more):
+        paces.append(schedule.pace)
+        trained = train(problem, inputs, state, schedule, *more)
+        return trained._replace(stop=Stop.NON_FINITE) if schedule.pace == 1.0 else trained
+
+    monkeypatch.setattr(studying, "train", failing)
+    slower = fit(tmp_path)
+    assert paces == [1.0, 0.5]
+    assert_same(fit(tmp_path), slower)
+    assert paces == [1.0, 0.5]
 
 
 def test_starts_are_not_tried_again(tmp_path, often, monkeypatch):

@@ -51,6 +51,13 @@ def test_rows_and_data_in_host_memory_give_the_same_fit(on_device):
     np.testing.assert_allclose(moments["theta"], expected["theta"], rtol=1e-3, atol=1e-3)
 
 
+def test_a_fit_to_data_in_host_memory_can_be_saved(tmp_path):
+    hosted = pavi.fit(model, {"x": X}, placement="host", **SETTINGS | {"steps": 20})
+    hosted.save(tmp_path / "fit.pavi")
+    again = pavi.load(tmp_path / "fit.pavi", model)
+    np.testing.assert_allclose(again.sample(20)["each"], hosted.sample(20)["each"], rtol=1e-4, atol=1e-4)
+
+
 def test_rows_in_memory_maps_give_the_same_fit(on_device, tmp_path):
     mapped = pavi.fit(model, {"x": jnp.asarray(X)}, placement=tmp_path / "rows", **SETTINGS)
     assert isinstance(mapped._weights.rows["group", "point"], np.memmap)

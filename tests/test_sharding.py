@@ -8,16 +8,18 @@ import shutil
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sharded_study import X, alone, model
+from sharded_study import AGES, X, aged, alone, model
 
 import pavi
 from pavi.cascade import Hashable, Study
+from pavi.inner import Inner
 from pavi.mesh import SHARD, Shards
 from pavi.sharding import split_along, split_problem
 from pavi.stepping import Problem, _in_study, default_optimizers, drawn_at
@@ -83,6 +85,15 @@ def test_two_processes_do_what_one_does(one):
     np.testing.assert_allclose(first["theta"], one.moments(num_samples=200)["theta"], atol=0.01)
 
 
+def test_two_processes_gather_rows_and_read_data_piece_by_piece(tmp_path):
+    """17 groups in parts of 5, 4, 4 and 4, their data in a memory map, rows gathered two of each part at a time."""
+    told = 8, 60, "--groups", 17
+    first = on_two_processes(*told, "--stored", tmp_path / "x.npy", "--gathered", 70)
+    held = result(start(4, *told))
+    np.testing.assert_allclose(first["elbos"], held["elbos"], rtol=1e-5)
+    np.testing.assert_allclose(first["theta"], held["theta"], rtol=1e-3, atol=1e-3)
+
+
 def test_two_processes_go_on_from_a_checkpoint(tmp_path):
     """They write checkpoints together, though only the first finds it time to, and end where the uninterrupted fit does."""
     told = 8, 400, "--groups", 17, "--checkpoint", tmp_path, "--interval", 0
@@ -102,6 +113,40 @@ def test_a_plate_that_devices_do_not_divide_is_split_all_the_same():
     np.testing.assert_allclose(eight["elbos"][0], one.history["elbo"][0], rtol=1e-5)
     np.testing.assert_allclose(eight["elbos"], one.history["elbo"], rtol=2e-3)
     np.testing.assert_allclose(eight["theta"], one.moments(num_samples=200)["theta"], atol=0.01)
+
+
+def test_the_shorter_parts_of_a_plate_have_no_covariates_beyond_the_last():
+    eight = result(start(8, 17, 40, "--groups", 17, "--aged"))
+    settings = {"family": pavi.PAVI(flow=pavi.Affine()), "batch": {"group": 17}, "steps": 40, "progress_bar": False}
+    one = pavi.fit(partial(aged, 17), {"x": X}, model_args=(AGES,), **settings)
+    assert eight["skipped"] == 0
+    np.testing.assert_allclose(eight["elbos"], one.history["elbo"], rtol=2e-3)
+
+
+def test_a_checkpoint_of_other_uneven_parts_is_refused(tmp_path):
+    """10 groups on 3 and on 6 devices fill as many rows, in other places."""
+    told = 6, 20, "--groups", 10, "--checkpoint", tmp_path
+    result(start(3, *told))
+    with pytest.raises(AssertionError, match=r"another fit. Its rows"):
+        result(start(6, *told))
+
+
+def test_what_is_averaged_out_together_is_not_split():
+    template = pavi.read_template(model, ["x"])
+    theta = Inner(("group",), 64)
+    assert theta.below(template) == {"point"}
+    with pytest.raises(pavi.SettingError, match="cannot be split"):
+        split_along(template, {"point": 1}, theta)
+    assert split_along(template, 1, theta).plate == "group"
+
+
+def test_devices_draw_no_more_than_their_part_of_a_batch():
+    template = pavi.read_template(model, ["x"], model_args=(512,))
+    study, members = Study(model, template, Hashable(())), (("group", 128), ("point", 6))
+    problem = Problem(study, pavi.PAVI(), members, 1, *default_optimizers(1.0), runs=(("group", 64),))
+    split = split_problem(problem, Shards("group", 8, 512))
+    assert dict(split.batch)["group"] == 128
+    assert split.runs == (("group", 16),)
 
 
 def test_rows_that_begin_with_pulls_are_laid_out():

@@ -46,18 +46,25 @@ class Keeper:
     Args:
         folder: where; made if need be.
         identity: what fits must agree in to be the same: compared as text with what the folder holds.
+        together: whether all processes train one fit, and so must write its checkpoints together.
     """
 
-    def __init__(self, folder: str | os.PathLike, identity: Mapping[str, str]):
+    def __init__(self, folder: str | os.PathLike, identity: Mapping[str, str], together: bool = False):
         try:
             import orbax.checkpoint as ocp
         except ImportError as error:
             raise SettingError("checkpoint=... needs Orbax: install the `checkpoint` extra.") from error
         logging.getLogger("absl").setLevel(logging.ERROR)
-        self._ocp, self.identity = ocp, dict(identity)
+        self._ocp, self.identity, self._together = ocp, dict(identity), together
         self.folder = Path(folder).absolute()
         if self.folder.exists() and not self.folder.is_dir():
             raise SettingError(f"checkpoint={str(folder)!r} is a file; expected a folder, or a path to make one at.")
+        if jax.process_count() > 1 and not together:
+            raise SettingError(
+                f"checkpoint={str(folder)!r}: this is one of {jax.process_count()} processes, which Orbax lets write "
+                "checkpoints together only. Fit on all of their devices (devices=jax.device_count()), or leave out "
+                "`jax.distributed.initialize`."
+            )
         options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, create=True, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
         self._last = time.monotonic()
@@ -72,7 +79,8 @@ class Keeper:
         stop: Stop | None,
     ) -> None:
         """Writes a checkpoint, if the last one is old enough or training is over."""
-        if stop is None and not agreed(time.monotonic() - self._last >= INTERVAL):
+        due = time.monotonic() - self._last >= INTERVAL
+        if stop is None and not (agreed(due) if self._together else due):
             return
         meta = {
             "identity": self.identity,
@@ -119,6 +127,11 @@ class Keeper:
                 "or give another one."
             )
         return None
+
+    def clear(self) -> None:
+        """Deletes all checkpoints: those of an attempt that failed."""
+        for step in self._manager.all_steps():
+            self._manager.delete(step)
 
     def _read(self, step: int, inputs: Inputs, state: State, schedule: Schedule) -> Progress:
         restore, json = self._ocp.args.StandardRestore, self._ocp.args.JsonRestore

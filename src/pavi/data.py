@@ -47,11 +47,16 @@ class Observations(NamedTuple):
         """All data by site, on the device or stored."""
         return {**self.arrays, **self.stored}
 
-    def loaded(self) -> Observations:
-        """The same with all that is in host memory on the device."""
-        here = {name: array.source for name, array in self.stored.items() if type(array.source) is np.ndarray}
+    @property
+    def in_memory(self) -> dict[str, np.ndarray]:
+        """Data of the sites that are not on the device but in host memory."""
+        return {name: array.source for name, array in self.stored.items() if type(array.source) is np.ndarray}
+
+    def loaded(self, place: Callable[[np.ndarray], Any] = jnp.asarray) -> Observations:
+        """The same with all that is in host memory on the device, or where it is to be placed."""
+        here = {name: place(array) for name, array in self.in_memory.items()}
         stored = {name: array for name, array in self.stored.items() if name not in here}
-        return self._replace(arrays={**self.arrays, **{n: jnp.asarray(each) for n, each in here.items()}}, stored=stored)
+        return self._replace(arrays={**self.arrays, **here}, stored=stored)
 
 
 def in_all(*trees: Any) -> int:

@@ -85,9 +85,10 @@ class Fit(Posterior):
             >>> again.sample(10).identical(fit.sample(10))
             True
         """
-        if self._observations.stored:
+        observations = self._observations.loaded(np.asarray)
+        if observations.stored:
             raise SettingError(
-                f"The data of {sorted(self._observations.stored)} lie outside of memory, so the fit cannot be saved with "
+                f"The data of {sorted(observations.stored)} lie outside of memory, so the fit cannot be saved with "
                 "them. Fit with `checkpoint=folder`: the same call brings the fit back."
             )
         model_args, model_kwargs = eqx.combine(self._arguments, self._study.static.value)
@@ -98,7 +99,7 @@ class Fit(Posterior):
                 "family": self._trained.family,
                 "weights": self._trained.weights,
                 "units": self._units,
-                "data": self._observations,
+                "data": observations,
                 "model_args": model_args,
                 "model_kwargs": model_kwargs,
                 "stop": self.stop.name,

@@ -27,6 +27,10 @@ class Inner(NamedTuple):
         """Whether a site has an axis of points: it is in all the plates of the level."""
         return set(self.level) <= set(site.level)
 
+    def below(self, template: Template) -> set[str]:
+        """The plates of what depends on the level's latents that these are not in."""
+        return {plate for site in template.sites if self.holds(site) for plate in site.level} - set(self.level)
+
     def chances(self, template: Template) -> dict[str, Float[np.ndarray, "point size"]]:
         """The points of each latent of the level, as chances: a Sobol net over all of its numbers."""
         latents = [site for site in template.latents if self.holds(site)]

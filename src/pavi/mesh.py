@@ -14,12 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
 
 from pavi.sources import take
 from pavi.template import Level
 
 # Name of the axis of devices.
 SHARD = "shard"
+# Numbers that are gathered from other processes at a time.
+GATHERED = 2**26
 
 
 class Shards(NamedTuple):
@@ -54,6 +57,11 @@ class Shards(NamedTuple):
     def places(self) -> np.ndarray:
         """Where arrays hold each member, for the first time."""
         return np.concatenate([part * self.length + np.arange(count) for part, count in enumerate(self.counts)])
+
+    @property
+    def layout(self) -> str:
+        """How arrays hold the members: equal parts of a plate, however many, hold them one after the other."""
+        return f"in {self.parts} uneven parts" if self.size % self.parts else "one after the other"
 
     @property
     def mesh(self) -> Mesh:
@@ -93,15 +101,41 @@ class Shards(NamedTuple):
 
         return jax.make_array_from_callback(shape, target, part)
 
-    def gather(self, leaf: Any, level: Level) -> np.ndarray:
-        """An array that is laid out on the devices, in host memory, with every member once."""
-        whole = multihost_utils.process_allgather(leaf, tiled=True) if jax.process_count() > 1 else np.asarray(leaf)
-        return np.take(whole, self.places, level.index(self.plate)) if self.plate in level else whole
+    def gather(self, leaf: jax.Array, level: Level) -> np.ndarray:
+        """An array that is laid out on the devices, copied to host memory, with every member once.
+
+        Between processes it goes through the devices, some of each part at a time: none need have room for all of it.
+        """
+        if self.plate not in level:
+            return np.array(leaf)
+        axis = level.index(self.plate)
+        if jax.process_count() == 1:
+            return np.take(np.asarray(leaf), self.places, axis)
+        before, after = leaf.shape[:axis], leaf.shape[axis + 1 :]
+        found = np.empty((*before, self.parts, self.length, *after), leaf.dtype)
+        some = min(max(1, GATHERED * self.length // leaf.size), self.length)
+        for start in range(0, self.length, some):
+            first = min(start, self.length - some)
+            piece = _piece(leaf, first, some, self, level)
+            there = multihost_utils.process_allgather(piece, tiled=True).reshape(*before, self.parts, some, *after)
+            found[(*(slice(None),) * (axis + 1), slice(first, first + some))] = there
+        return np.take(found.reshape(leaf.shape), self.places, axis)
 
 
 def agreed(flag: bool) -> bool:
     """Whether it is so in any process, for what all must do together or not at all."""
     return bool(np.any(multihost_utils.process_allgather(np.array(flag)))) if jax.process_count() > 1 else flag
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _piece(leaf: Array, first: Int[Array, ""], count: int, shards: Shards, level: Level) -> Array:
+    """The same members of each part of an array, which stay where they are."""
+
+    def own(part: Array, first: Int[Array, ""]) -> Array:
+        return jax.lax.dynamic_slice_in_dim(part, first, count, level.index(shards.plate))
+
+    spec = shards.spec(level)
+    return jax.shard_map(own, mesh=shards.mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)(leaf, first)
 
 
 @functools.cache

@@ -214,7 +214,7 @@ def make_plan(
     doubled = sum(sizes[s.name] for s in template.observed if isinstance(arrays[s.name], jax.Array) and not _in_order(s))
     step_bytes, temporary_bytes = _of_a_step(template, arrays, state, chosen, num_particles, inner)
     state_bytes = _bytes((state.weights, state.optimizer, state.row_optimizer))
-    temporary_bytes = max(temporary_bytes, _pull_bytes(template, family, weights))
+    temporary_bytes = max(temporary_bytes, pull_bytes(template, family, weights))
     if polished is not None:
         temporary_bytes = max(temporary_bytes, _polish_bytes(template, polished, weights, whole, state_bytes))
     copied = _bytes(weights.rows) if starts > 1 else 0  # starts begin from a copy of the first rows on the device
@@ -275,7 +275,7 @@ def _of_a_step(
     return moved, 4 * touched
 
 
-def _pull_bytes(template: Template, family: Family, weights: Weights) -> int:
+def pull_bytes(template: Template, family: Family, weights: Weights) -> int:
     """What it takes to put pulls of all members beside their rows, when training has ended."""
     if not isinstance(family, PAVI) or not family.show_pull:
         return 0
@@ -295,7 +295,7 @@ def _polish_bytes(template: Template, family: Family, before: Weights, whole: fr
     weights = Polished(family, Marginal(plates[0], None, 2)).shapes(template, whole)
     new = _bytes(weights.rows)
     kept = _bytes(before.rows) + new + 2 * _bytes(weights.memory)
-    return max(kept, kept + new + _pull_bytes(template, family, weights) - state_bytes)
+    return max(kept, kept + new + pull_bytes(template, family, weights) - state_bytes)
 
 
 def _in_order(site: Site) -> bool:
@@ -329,6 +329,12 @@ def folder_of(placement: str | os.PathLike | None) -> str | None:
             f"({error})."
         ) from error
     return os.fspath(placement)
+
+
+def free_memory() -> int:
+    """Bytes of memory that the default device has left for more arrays."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return device_memory() - stats.get("bytes_in_use", 0)
 
 
 def device_memory() -> int:

@@ -69,8 +69,7 @@ def _checked(problem: Problem) -> Problem:
     """The problem, if every step sees all that depends on a member it averages out."""
     inner = problem.inner
     if inner is not None:
-        below = {plate for site in problem.template.sites if inner.holds(site) for plate in site.level}
-        parts = below - set(inner.level) - problem.whole
+        parts = inner.below(problem.template) - problem.whole
         if parts:
             raise SettingError(
                 f"inner_points={inner.points}: members of {inner.level} are averaged over with all that depends on them, so "
@@ -105,6 +104,7 @@ def identity_of(problem: Problem, setting: Setting, observations: Observations) 
         "random key": str(setting.seed.tolist()),
         "starting values": digest([np.asarray(start.value) for _, start in sorted(setting.values.items())]),
         "data": digest(some_of(problem.template, observations)),
+        "rows": "one after the other" if problem.shards is None else problem.shards.layout,
     }
 
 

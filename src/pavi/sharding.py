@@ -24,11 +24,12 @@ from pavi.compiling import Purpose, quick_options
 from pavi.encodings import SetEncoder
 from pavi.errors import SettingError
 from pavi.families import PAVI
+from pavi.inner import Inner
 from pavi.mesh import SHARD, Shards
 from pavi.sources import Stored
 from pavi.stepping import Inputs, Problem, State, drawn_at, state_specs
 from pavi.streaming import Reader, Streamed, read_at
-from pavi.template import Level, Template
+from pavi.template import Template
 from pavi.train import run_chunk
 
 
@@ -37,11 +38,12 @@ def number_of(devices: int | Mapping[str, int] | None) -> int:
     return devices if isinstance(devices, int) else next(iter((devices or {}).values()), 1)
 
 
-def split_along(template: Template, devices: int | Mapping[str, int]) -> Shards:
+def split_along(template: Template, devices: int | Mapping[str, int], inner: Inner | None = None) -> Shards:
     """Which plate is split into how many parts: the one named, or the one that most numbers lie along.
 
     Raises:
-        SettingError: if there are not as many devices, or no plate has as many members.
+        SettingError: if there are not as many devices, or no plate has as many members, or none whose members can be apart:
+            all that depends on a member that is averaged out over points must be on one device.
     """
     named = dict(devices) if isinstance(devices, Mapping) else {}
     count = number_of(devices)
@@ -54,7 +56,13 @@ def split_along(template: Template, devices: int | Mapping[str, int]) -> Shards:
     unknown = [plate for plate in named if plate not in sizes]
     if unknown:
         raise SettingError(f"devices={devices!r}: the model has no plate {unknown[0]!r}. Its plates: {list(sizes)}.")
-    large = [plate for plate, size in sizes.items() if size >= count and (not named or plate in named)]
+    together = set() if inner is None else inner.below(template)
+    if together & set(named):
+        raise SettingError(
+            f"devices={devices!r}: with inner_points, members of {inner and inner.level} are averaged over with all that "
+            f"depends on them, so {sorted(together)} cannot be split over devices. Name another plate."
+        )
+    large = [p for p, size in sizes.items() if size >= count and p not in together and (not named or p in named)]
     if not large:
         raise SettingError(
             f"devices={devices!r}: expected a plate of at least {count} members; the sizes are "
@@ -70,7 +78,7 @@ def split_along(template: Template, devices: int | Mapping[str, int]) -> Shards:
 
 def sharded(problem: Problem, devices: int | Mapping[str, int]) -> Problem:
     """The problem with one of its plates split over devices, and as many members of it per step on each of them."""
-    shards = split_along(problem.template, devices)
+    shards = split_along(problem.template, devices, problem.inner)
     if isinstance(problem.family, PAVI) and isinstance(problem.family.encodings, SetEncoder):
         raise SettingError("devices=...: a SetEncoder needs all members on one device. Use free encodings.")
     if problem.family.whole_plates:
@@ -81,8 +89,12 @@ def sharded(problem: Problem, devices: int | Mapping[str, int]) -> Problem:
 def split_problem(problem: Problem, shards: Shards) -> Problem:
     """The problem on parts of a plate, with as many of its members per step on each of them."""
     batch, runs = dict(problem.batch), dict(problem.runs)
-    run = runs.get(shards.plate, 1)
-    each = math.ceil(batch[shards.plate] / shards.parts / run) * run
+    each = math.ceil(batch[shards.plate] / shards.parts)
+    if shards.plate in runs:  # as long as one device draws members, and still within a chunk
+        asked = runs.pop(shards.plate)
+        run = next(length for length in range(min(asked, each), 0, -1) if asked % length == 0)
+        each = round(each / run) * run
+        runs |= {shards.plate: run} if run > 1 else {}
     if each >= shards.length:
         each = shards.length
         runs.pop(shards.plate, None)
@@ -209,13 +221,14 @@ def _compiled(
     return jax.jit(run, donate_argnums=1, compiler_options=quick_options(Purpose.STEPS) if quick else None)
 
 
-def gathered(problem: Problem, state: State, on_host: bool) -> State:
-    """A state with all of its parts together again, for reading: rows in host memory, or on one device."""
+def gathered(problem: Problem, state: State) -> State:
+    """A state with all of its parts together again, for reading: rows in host memory, and gone from the devices."""
     assert problem.shards is not None
-    gather = problem.shards.gather
-    rows: dict[Level, Any] = {level: gather(array, level) for level, array in state.weights.rows.items()}
-    if not on_host:
-        rows = {level: jnp.asarray(array) for level, array in rows.items()}
+    gather, rows = problem.shards.gather, {}
+    for level, array in state.weights.rows.items():
+        rows[level] = gather(array, level)
+        for leaf in jax.tree.leaves((array, state.row_optimizer[level])):
+            leaf.delete()
     shared = jnp.asarray(gather(state.weights.shared, ()))
     skipped = jnp.asarray(gather(state.skipped, ()))
     weights = state.weights._replace(shared=shared, rows=rows)

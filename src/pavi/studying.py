@@ -16,7 +16,7 @@ from pavi.cascade import Study
 from pavi.checkpoint import Keeper, Progress
 from pavi.data import Observations, in_all
 from pavi.families import Reading, Units, Weights
-from pavi.planning import device_memory
+from pavi.planning import free_memory, pull_bytes
 from pavi.schedule import Schedule, Stop
 from pavi.setting import Setting, identity_of, problem_of, runner_of
 from pavi.sharding import gathered
@@ -67,48 +67,66 @@ def train_study(
     Args:
         prepared: called once with the first inputs, before what takes long.
     """
-    family, optimizer = setting.family, setting.optimizer
-    optimizers = default_optimizers(family.row_rate) if optimizer is None else (optimizer, optimizer)
     for pace in PACES:
-        problem, schedule = problem_of(study, setting, optimizers, pace == PACES[0], pace)
-        inputs, state, compiling = prepare(problem, arguments, observations, setting.seed, schedule.short)
-        if pace == PACES[0]:
-            if setting.starts > 1:
-                spreads_ahead(study, arguments, observations.everything)
-            prepared(inputs)
-        run = once_compiled(runner_of(problem, observations, schedule, setting), compiling)
-        keeper = (
-            None if setting.checkpoint is None else Keeper(setting.checkpoint, identity_of(problem, setting, observations))
-        )
-        progress = None if keeper is None else keeper.read(inputs, state, schedule)
-        if progress is not None and progress.stop is not None and progress.stop is not Stop.INTERRUPTED:
-            trained = Trained(progress.state, history_of(progress.elbos, progress.seconds), progress.stop)
-            return _finish(problem, progress.inputs, observations, trained)
-        if progress is not None:
-            inputs, state = progress.inputs, progress.state
-        else:
-            inputs = inputs._replace(units=started_units(problem, inputs, inputs.data, setting.seed, setting.values))
-            if setting.starts > 1:
-                inputs, state = best_start(
-                    problem,
-                    inputs,
-                    state,
-                    observations,
-                    setting.seed,
-                    setting.starts,
-                    schedule,
-                    setting.values,
-                    setting.progress_bar,
-                    run,
-                )
-                schedule.early = False  # that was in the trial
-            else:
-                state = informed(problem, inputs, state, observations)
-        trained = _train(problem, inputs, state, schedule, setting, keeper, progress, run)
+        problem, inputs, trained = _attempt(study, arguments, observations, setting, pace, prepared)
         if trained.stop is not Stop.NON_FINITE:
             break
+        if pace != PACES[-1]:
+            del trained  # its arrays and those of the next attempt need not fit side by side
     report(trained)
     return _finish(problem, inputs, observations, trained)
+
+
+def _attempt(
+    study: Study,
+    arguments: Any,
+    observations: Observations,
+    setting: Setting,
+    pace: float,
+    prepared: Callable[[Inputs], None],
+) -> tuple[Problem, Inputs, Trained]:
+    """Trains at a fraction of the learning rate; or goes on from a checkpoint, if this is not a new attempt."""
+    family, optimizer = setting.family, setting.optimizer
+    optimizers = default_optimizers(family.row_rate) if optimizer is None else (optimizer, optimizer)
+    problem, schedule = problem_of(study, setting, optimizers, pace == PACES[0], pace)
+    inputs, state, compiling = prepare(problem, arguments, observations, setting.seed, schedule.short)
+    if pace == PACES[0]:
+        if setting.starts > 1:
+            spreads_ahead(study, arguments, observations.everything)
+        prepared(inputs)
+    run = once_compiled(runner_of(problem, observations, schedule, setting), compiling)
+    keeper, progress = None, None
+    if setting.checkpoint is not None:
+        identity = identity_of(problem, setting, observations)
+        keeper = Keeper(setting.checkpoint, identity, together=problem.shards is not None)
+        if pace == PACES[0]:
+            progress = keeper.read(inputs, state, schedule)
+        else:
+            keeper.clear()
+    if progress is not None and progress.stop not in (None, Stop.INTERRUPTED):
+        history = history_of(progress.elbos, progress.seconds)
+        return problem, progress.inputs, Trained(progress.state, history, progress.stop)
+    if progress is not None:
+        inputs, state = progress.inputs, progress.state
+    else:
+        inputs = inputs._replace(units=started_units(problem, inputs, inputs.data, setting.seed, setting.values))
+        if setting.starts > 1:
+            inputs, state = best_start(
+                problem,
+                inputs,
+                state,
+                observations,
+                setting.seed,
+                setting.starts,
+                schedule,
+                setting.values,
+                setting.progress_bar,
+                run,
+            )
+            schedule.early = False  # that was in the trial
+        else:
+            state = informed(problem, inputs, state, observations)
+    return problem, inputs, _train(problem, inputs, state, schedule, setting, keeper, progress, run)
 
 
 def _train(
@@ -129,7 +147,8 @@ def _train(
         if keeper is not None and stop is not Stop.NON_FINITE:
             keeper.write(inputs, state, elbos, seconds, schedule, stop)
 
-    return train(problem, inputs, state, schedule, started, setting.progress_bar, before, write, run)
+    together = problem.shards is not None
+    return train(problem, inputs, state, schedule, started, setting.progress_bar, before, write, run, together)
 
 
 class Refinement:
@@ -174,9 +193,12 @@ class Refinement:
 def _finish(problem: Problem, inputs: Inputs, observations: Observations, trained: Trained) -> Outcome:
     state = trained.state
     if problem.shards is not None:
-        alone = in_all(state.weights.rows, observations.everything) <= device_memory()
-        state = gathered(problem, state, on_host=not alone)
-        observations = observations.loaded() if alone else observations
+        state = gathered(problem, state)
+        rows, family = state.weights.rows, problem.family
+        if in_all(rows, observations.in_memory) + pull_bytes(problem.template, family, state.weights) <= free_memory():
+            on_device = {level: jnp.asarray(array) for level, array in rows.items()}
+            state = state._replace(weights=state.weights._replace(rows=on_device))
+            observations = observations.loaded()
     return Outcome(
         problem.study,
         inputs.units,

@@ -13,7 +13,7 @@ from pavi.branch import choose_batch
 from pavi.template import Kind, Level, Site, Template
 
 # Numbers held on the device while one tile is read: on a CPU what its caches hold, on an accelerator many more; where draws
-# are made, of which each tile has many, at most one for so many bytes of its memory.
+# are made, of which each tile has many, still more if there is memory: one for so many bytes of it.
 CPU_TILE, ACCELERATOR_TILE, BYTES_PER_NUMBER = 2**22, 2**27, 128
 LARGEST_DRAW_BLOCK = 256
 

@@ -271,6 +271,7 @@ def train(
     earlier: tuple[np.ndarray, np.ndarray] | None = None,
     after_chunk: Callable[..., None] | None = None,
     run: Callable[..., tuple[State, Any]] | None = None,
+    together: bool = False,
 ) -> Trained:
     """Takes chunks of steps until the schedule says stop, Ctrl-C is pressed, or steps keep failing.
 
@@ -278,6 +279,7 @@ def train(
         earlier: ELBOs and seconds of the steps that were taken before, if training goes on.
         after_chunk: called after each chunk with the state, the ELBOs and seconds so far, and why training ends, if it does.
         run: runs a chunk of steps; by default all on the device.
+        together: whether all processes train one fit, and so must end it together.
     """
     run = chunk_runner(schedule.short) if run is None else run
     elbos = [] if earlier is None else [earlier[0]]
@@ -285,8 +287,12 @@ def train(
     taken, skipped = sum(len(chunk) for chunk in elbos), int(state.skipped)
     resumed = taken
     stop = None
+
+    def interrupted() -> bool:
+        return agreed(pressed()) if together else pressed()
+
     with (
-        _interruptible() as interrupted,
+        _interruptible() as pressed,
         tqdm(total=schedule.total, initial=resumed, disable=not progress_bar, unit="step", dynamic_ncols=True) as bar,
     ):
         while stop is None:
@@ -321,7 +327,7 @@ def _verdict(
     if failed > 0.5 * taken:
         return Stop.NON_FINITE
     schedule.update(elbos)
-    if schedule.stop is None and agreed(interrupted()):
+    if schedule.stop is None and interrupted():
         return Stop.INTERRUPTED
     return schedule.stop
 
