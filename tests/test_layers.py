@@ -43,6 +43,7 @@ ORDER = [
     "posterior",
     "proposing",
     "evidence",
+    "journal",
     "members",
     "polishing",
     "fitting",

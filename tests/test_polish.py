@@ -11,8 +11,10 @@ import pytest
 from scipy.special import expit, logsumexp
 
 import pavi
-from pavi.evidence import marginal_of
+from pavi import checkpoint
+from pavi.evidence import Look, marginal_of
 from pavi.fitting import Polish
+from pavi.journal import Journal
 from pavi.members import Members
 
 AFFINE = pavi.PAVI(flow=pavi.Affine())
@@ -87,6 +89,71 @@ def test_evidences_and_scores_of_members(fit, x):
     # A second look starts where the first one left the members.
     again = members.look(theta, some)
     np.testing.assert_allclose(again.score, look.score, atol=0.01)
+
+
+class Cut(Exception):
+    pass
+
+
+def cut_off_after(monkeypatch, where, name, times):
+    """Makes a method fail right after it was called so often; the method itself."""
+    method, count = getattr(where, name), []
+
+    def failing(self, *args):
+        method(self, *args)
+        count.append(1)
+        if len(count) == times:
+            raise Cut
+
+    monkeypatch.setattr(where, name, failing)
+    return method
+
+
+def test_polishing_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
+    small = passed()[:60, :8]
+    how = {"steps": 100, "num_draws": 16, "inner_points": 64}
+    settings = {"family": AFFINE, "steps": 100, "polish": how, "progress_bar": False, "model_args": (60, 8)}
+    whole = pavi.fit(quiz, {"x": small}, **settings)
+    monkeypatch.setattr(checkpoint, "INTERVAL", 0.0)
+    for where, name, times in [(Journal, "add", 4), (checkpoint.Keeper, "write", 2)]:
+        method = cut_off_after(monkeypatch, where, name, times)
+        with pytest.raises(Cut):
+            pavi.fit(quiz, {"x": small}, checkpoint=tmp_path, **settings)
+        monkeypatch.setattr(where, name, method)
+    looks = len(list((tmp_path / "polishing" / "looks").iterdir()))
+    look, looked = Members._look, []
+    monkeypatch.setattr(Members, "_look", lambda self, *args: looked.append(1) or look(self, *args))
+    resumed = pavi.fit(quiz, {"x": small}, checkpoint=tmp_path, **settings)
+    assert looks > 4
+    assert len(looked) == 1  # the last one, for the members' posteriors
+    np.testing.assert_array_equal(resumed.history["elbo"], whole.history["elbo"])
+    assert resumed.sample(20).identical(whole.sample(20))
+
+
+def test_a_look_that_cannot_be_read_is_taken_again(tmp_path):
+    journal, look = Journal(tmp_path, "this"), Look(np.array(1.0), np.ones(2), np.eye(2), np.array(0.5))
+    for theta in (np.zeros(2), np.ones(2)):
+        journal.add(theta, 3, look, np.ones((3, 1)))
+    again = Journal(tmp_path, "this")
+    found = again.next(np.zeros(2), 3)
+    assert found is not None
+    np.testing.assert_array_equal(found[0].squares, np.eye(2))
+    assert again.next(np.full(2, 2.0), 3) is None
+    assert Journal(tmp_path, "other").next(np.zeros(2), 3) is None
+    (tmp_path / "look-0001.npz").write_bytes(b"half")
+    with pytest.warns(UserWarning, match="goes on from before"):
+        assert again.next(np.ones(2), 3) is None
+
+
+def test_an_interrupted_search_leaves_the_fit_before_it(x, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Members, "look", interrupted)
+    with pytest.warns(UserWarning, match="interrupted"):
+        fit = pavi.fit(quiz, {"x": x}, family=AFFINE, steps=20, polish=True, progress_bar=False)
+    assert fit.stop is pavi.Stop.INTERRUPTED
+    assert fit.family == AFFINE
 
 
 def test_the_posterior_outside_of_plates_is_the_exact_one(fit, polished, x):

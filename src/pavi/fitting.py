@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -15,11 +17,13 @@ from jaxtyping import PRNGKeyArray
 
 from pavi import storage
 from pavi.cascade import Study
+from pavi.checkpoint import digest
 from pavi.compiling import finish_tracing
-from pavi.data import Observations
+from pavi.data import Observations, some_of
 from pavi.errors import ModelError, SettingError
 from pavi.evidence import marginal_of
 from pavi.families import Family, Joint, Polished, Reading, Units, Weights, outside
+from pavi.journal import Journal
 from pavi.members import Members
 from pavi.passes import centers_ahead
 from pavi.polishing import polish
@@ -283,7 +287,13 @@ class Polisher:
         check_counts(how.steps or None, how.num_particles, None)
         batch = check_batch(template, setting.batch if how.batch is None else how.batch, base)
         self.how, self.family, self.progress_bar = how, Polished(base, marginal), setting.progress_bar
-        self.members = Members(study, marginal, arguments, observations, units, setting.seed)
+        journal = None
+        if setting.checkpoint is not None:
+            folder = Path(setting.checkpoint) / "polishing"
+            data = digest([setting.seed, *some_of(template, observations)])
+            journal = Journal(folder / "looks", f"{template}\n{marginal}\n{data}")
+            setting = setting._replace(checkpoint=folder / "training")
+        self.members = Members(study, marginal, arguments, observations, units, setting.seed, journal)
         self._centering: Future | None = None
         if not observations.stored and not setting.rows_on_host:
             known = study, setting.family, tuple(outside(template)), arguments, observations.arrays, units
@@ -354,6 +364,11 @@ def fit_study(study: Study, arguments: Any, observations: Observations, setting:
         fit = Fit(train_study(study, arguments, observations, setting, prepared))
         if not polishers or fit.stop is Stop.INTERRUPTED:
             return fit
-        return polishers[0].run(fit, time.perf_counter())
+        try:
+            return polishers[0].run(fit, time.perf_counter())
+        except KeyboardInterrupt:
+            warnings.warn("Polishing was interrupted: this is the fit before it. `fit.polish()` polishes it.", stacklevel=3)
+            fit.stop = Stop.INTERRUPTED
+            return fit
     finally:
         finish_tracing()

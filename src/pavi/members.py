@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from pavi.evidence import (
 )
 from pavi.families import Units
 from pavi.inner import Marginal
+from pavi.journal import Journal
 from pavi.planning import device_memory
 from pavi.proposing import KNOTS, Draws
 from pavi.sources import take
@@ -42,6 +43,13 @@ LAYERS = 2
 # Numbers that a tile may hold on a CPU; on an accelerator at most so many, and at most this part of its free memory. There
 # each tile takes some milliseconds whatever it holds, so that tiles had better be large.
 CPU_BUDGET, LARGEST_BUDGET, FREE_PART = 2**23, 2**32, 0.25
+
+
+class _Told(NamedTuple):
+    """A look at all members of which only the outcome is known: with which theta, and from which values of theirs."""
+
+    theta: np.ndarray
+    values: np.ndarray
 
 
 class Members:
@@ -58,15 +66,16 @@ class Members:
         observations: Observations,
         units: Units,
         seed: np.ndarray,
+        journal: Journal | None = None,
     ):
         self.study, self.marginal, self.arguments = study, marginal, arguments
-        self.observations, self.seed = observations, seed
+        self.observations, self.seed, self.journal = observations, seed, journal
         template, dtype = study.template, jnp.result_type(float)
         self.count = template.plate(marginal.plate).size
         start = [np.ravel(units.center[site.name]) for site in marginal.latents(template)]
         self.values = np.tile(np.concatenate(start).astype(dtype), (self.count, 1))
         self.tile = int(np.clip(_budget() // self._numbers(), 1, self.count))
-        self.found: list[tuple[np.ndarray, Top, Weighed]] = []
+        self.found: list[tuple[np.ndarray, Top, Weighed]] | _Told = []
         self._compiling = self._compile(sum(site.size for site in template.latents if not site.level))
 
     def _compile(self, size: int) -> list[Future]:
@@ -130,7 +139,18 @@ class Members:
         return held
 
     def look(self, theta: np.ndarray, members: np.ndarray, bar: tqdm | None = None) -> Look:
-        """Looks at some members; if at all, remembers their posteriors."""
+        """Looks at some members; if at all, remembers their posteriors. What a journal tells need not be looked at again."""
+        told = None if self.journal is None else self.journal.next(theta, len(members))
+        if told is not None:
+            self.found = _Told(theta, self.values.copy()) if len(members) == self.count else []
+            total, self.values[...] = told
+        else:
+            total = self._look(theta, members, bar)
+            if self.journal is not None:
+                self.journal.add(theta, len(members), total, self.values)
+        return total
+
+    def _look(self, theta: np.ndarray, members: np.ndarray, bar: tqdm | None = None) -> Look:
         total, found = None, []
         for chosen, look, top, weighed in one_ahead(self._tiles(theta, members)):
             self.values[chosen] = np.asarray(top.values)[: len(chosen)]
@@ -162,6 +182,10 @@ class Members:
         Numbers of each as in `pavi.families.polished`.
         """
         step, parts = np.asarray(moved, self.values.dtype), []
+        if isinstance(self.found, _Told):
+            self.values[...] = self.found.values
+            self._look(self.found.theta, np.arange(self.count))
+        assert not isinstance(self.found, _Told)
         for index, top, weighed in self.found:
             start = (*self._start(index, theta), index, top.values)
             units = np.eye(self.values.shape[1], dtype=self.values.dtype)
@@ -169,11 +193,11 @@ class Members:
             parts.append(normals_of_tile(weighed, top, mixed, step))
         return joined_tiles(parts, self.count)
 
-    def known(self) -> tuple[np.ndarray, list]:
+    def known(self) -> tuple[np.ndarray, list | _Told]:
         """What the last look found, to be recalled after a look elsewhere that is not to count."""
         return self.values.copy(), self.found
 
-    def recall(self, known: tuple[np.ndarray, list]) -> None:
+    def recall(self, known: tuple[np.ndarray, list | _Told]) -> None:
         self.values[...], self.found = known
 
     def _wait(self) -> None:

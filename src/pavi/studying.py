@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from pavi.cascade import Study
-from pavi.checkpoint import Keeper, Progress
+from pavi.checkpoint import Keeper, Progress, digest
 from pavi.data import Observations, in_all
 from pavi.families import Reading, Units, Weights
 from pavi.planning import free_memory, pull_bytes
@@ -95,17 +95,11 @@ def _attempt(
             spreads_ahead(study, arguments, observations.everything)
         prepared(inputs)
     run = once_compiled(runner_of(problem, observations, schedule, setting), compiling)
-    keeper, progress = None, None
-    if setting.checkpoint is not None:
-        identity = identity_of(problem, setting, observations)
-        keeper = Keeper(setting.checkpoint, identity, together=problem.shards is not None)
-        if pace == PACES[0]:
-            progress = keeper.read(inputs, state, schedule)
-        else:
-            keeper.clear()
-    if progress is not None and progress.stop not in (None, Stop.INTERRUPTED):
-        history = history_of(progress.elbos, progress.seconds)
-        return problem, progress.inputs, Trained(progress.state, history, progress.stop)
+    keeper, progress = _keeper(problem, setting, observations), None
+    if keeper is not None and pace == PACES[0]:
+        progress = keeper.read(inputs, state, schedule)
+    elif keeper is not None:
+        keeper.clear()
     if progress is not None:
         inputs, state = progress.inputs, progress.state
     else:
@@ -129,6 +123,14 @@ def _attempt(
     return problem, inputs, _train(problem, inputs, state, schedule, setting, keeper, progress, run)
 
 
+def _keeper(problem: Problem, setting: Setting, observations: Observations, *first: np.ndarray) -> Keeper | None:
+    """What keeps checkpoints, if any are wanted, of training that starts from the first weights, if these are given."""
+    if setting.checkpoint is None:
+        return None
+    identity = identity_of(problem, setting, observations) | ({"first weights": digest(first)} if first else {})
+    return Keeper(setting.checkpoint, identity, together=problem.shards is not None)
+
+
 def _train(
     problem: Problem,
     inputs: Inputs,
@@ -140,6 +142,8 @@ def _train(
     run: Callable[..., tuple[State, Any]],
 ) -> Trained:
     """Trains, from where a checkpoint stands if there is one, writing checkpoints if there is a keeper."""
+    if progress is not None and progress.stop not in (None, Stop.INTERRUPTED):
+        return Trained(progress.state, history_of(progress.elbos, progress.seconds), progress.stop)
     before = None if progress is None else (progress.elbos, progress.seconds)
     started = setting.started if progress is None else time.perf_counter() - progress.seconds[-1]
 
@@ -185,7 +189,12 @@ class Refinement:
         copied = jax.tree.map(np.array if problem.hosted else jnp.array, weights._replace(memory=memory))
         state = place(problem, copied, setting.seed)
         run = once_compiled(runner(problem, self._observations.stored, self._quick), self._compiling)
-        trained = train(problem, inputs, state, schedule, started, setting.progress_bar, run=run)
+        keeper = _keeper(problem, setting, self._observations, np.asarray(weights.shared))
+        progress = None if keeper is None else keeper.read(inputs, state, schedule)
+        if progress is not None:
+            inputs, state = progress.inputs, progress.state
+        setting = setting._replace(started=started)
+        trained = _train(problem, inputs, state, schedule, setting, keeper, progress, run)
         report(trained)
         return _finish(problem, inputs, self._observations, trained)
 
