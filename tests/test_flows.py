@@ -2,14 +2,16 @@
 
 import equinox as eqx
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flowjax import bijections as bij
 from flowjax.bijections import AbstractBijection
 from jax.scipy.stats import norm
 
 import pavi
-from pavi.flows import Path, push
+from pavi.flows import Path, enter, push
 
 FLOWS = [
     pavi.Affine("diag", hidden=()),
@@ -21,9 +23,9 @@ FLOWS = [
 ]
 
 
-def shaken(flow, dim, cond_dim, seed=0):
+def shaken(flow, dim, cond_dim, seed=0, counts=0):
     """A built flow with random weights, away from its tame start."""
-    built = flow.build(np.random.default_rng(seed), dim, cond_dim)
+    built = flow.build(np.random.default_rng(seed), dim, cond_dim, counts)
     leaves, structure = jax.tree.flatten(eqx.filter(built, eqx.is_inexact_array))
     rng = np.random.default_rng(seed + 1)
     leaves = [jnp.asarray(leaf + 0.3 * rng.normal(size=leaf.shape), jnp.float32) for leaf in leaves]
@@ -51,6 +53,64 @@ def test_flows_depend_on_the_condition(flow):
     assert not np.allclose(*values)
 
 
+PARTS = [jnp.array([0.2, -0.4, 0.1]), jnp.array([0.5]), jnp.array([-0.3, 0.8])]
+
+
+@pytest.mark.parametrize("flow", [*FLOWS, pavi.PointMass(hidden=(8,))], ids=str)
+@pytest.mark.parametrize("counts", [0, 2])
+def test_a_condition_in_parts_is_the_condition(flow, counts):
+    """Values, log-determinants and all their gradients are those of the parts put together."""
+    built, base = shaken(flow, 2, 6, counts=counts), jnp.array([0.4, -0.7])
+    params, static = eqx.partition(built, eqx.is_inexact_array)
+
+    def whole(params, parts):
+        value, log_det = eqx.combine(params, static).transform_and_log_det(base, jnp.concatenate(parts))
+        return value @ jnp.array([1.0, -2.0]) + log_det
+
+    def in_parts(params, parts):
+        bijection, condition = enter(eqx.combine(params, static), parts)
+        value, log_det = bijection.transform_and_log_det(base, condition)
+        return value @ jnp.array([1.0, -2.0]) + log_det
+
+    expected, found = (jax.value_and_grad(function, (0, 1))(params, PARTS) for function in (whole, in_parts))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+    without_last, with_zero = in_parts(params, PARTS[:2]), in_parts(params, [*PARTS[:2], jnp.zeros(2)])
+    np.testing.assert_allclose(without_last, with_zero, rtol=1e-6)
+
+
+def test_bijections_without_an_entry_are_shown_all_parts():
+    chain = bij.Affine(jnp.zeros(2), jnp.ones(2))
+    assert enter(chain, PARTS)[0] is chain
+    layer = bij.MaskedAutoregressive(jax.random.key(0), transformer=bij.Affine(), dim=2, cond_dim=6, nn_width=4, nn_depth=1)
+    condition = enter(layer, PARTS[:2])[1]
+    np.testing.assert_array_equal(condition, jnp.concatenate([*PARTS[:2], jnp.zeros(2)]))
+
+
+def products(jaxpr):
+    """Shapes of the results of all products of matrices."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation.outvars[0].aval.shape
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from products(inner)
+
+
+def test_what_members_share_is_multiplied_once():
+    built = shaken(pavi.Affine("diag", hidden=()), 2, 6)
+    own, shared = jnp.zeros((50, 3)), [jnp.zeros(1), jnp.zeros(2)]
+
+    def values(own, shared):
+        def one(own):
+            bijection, condition = enter(built, [own, *shared])
+            return bijection.transform(jnp.zeros(2), condition)
+
+        return jax.vmap(one)(own)
+
+    shapes = list(products(jax.make_jaxpr(values)(own, shared).jaxpr))
+    assert sum(50 in shape for shape in shapes) == 1
+    assert len(shapes) == 3
+
+
 @pytest.mark.parametrize("flow", FLOWS, ids=str)
 def test_the_density_has_the_gradient_of_the_true_density(flow):
     """By value and by given, with the weights held constant, as an exact inverse of the flow says."""
@@ -67,7 +127,9 @@ def test_the_density_has_the_gradient_of_the_true_density(flow):
 
     def pushed(moved, given):
         # The value moves with the base here; `moved` stands for anything upstream of it.
-        value, log_q = push(built, flow.path(2), base + moved, encoding, (given, given), lambda b: prior(b, given))
+        value, log_q = push(
+            built, flow.path(2), base + moved, [encoding, given], [encoding, given], lambda b: prior(b, given)
+        )
         return log_q, value
 
     value = built.transform(base, jnp.concatenate([encoding, given]))
@@ -88,7 +150,7 @@ def gradients(flow, path, dim, num=4000):
 
     def elbo(leaves, base):
         bijection = eqx.combine(jax.tree.unflatten(structure, leaves), static)
-        value, log_q = push(bijection, path, base, encoding, (given, given), lambda b: norm.logpdf(b).sum())
+        value, log_q = push(bijection, path, base, [encoding, given], None, lambda b: norm.logpdf(b).sum())
         return norm.logpdf(value, 0.3, 0.8).sum() - log_q
 
     bases = jax.random.normal(jax.random.key(0), (num, dim))
@@ -116,9 +178,7 @@ def test_path_gradients_vanish_at_the_optimum():
 
     def elbo(leaves, base):
         bijection = eqx.combine(jax.tree.unflatten(structure, leaves), static)
-        value, log_q = push(
-            bijection, flow.path(2), base, jnp.zeros(1), (jnp.zeros(0), jnp.zeros(0)), lambda b: norm.logpdf(b).sum()
-        )
+        value, log_q = push(bijection, flow.path(2), base, [jnp.zeros(1)], None, lambda b: norm.logpdf(b).sum())
         return norm.logpdf(value, 0.0, scale).sum() - log_q
 
     grads = jax.vmap(jax.grad(elbo), (None, 0))(leaves, jax.random.normal(jax.random.key(0), (50, 2)))
@@ -178,5 +238,5 @@ def test_a_narrow_posterior_keeps_its_density():
             return (y - 1e3) / 1e-4, -jnp.log(1e-4)
 
     nothing, base = jnp.zeros(0), jnp.array([0.3])
-    _, log_q = push(Narrow(), Path.INVERSE, base, nothing, (nothing, nothing), lambda base: norm.logpdf(base).sum())
+    _, log_q = push(Narrow(), Path.INVERSE, base, [nothing], None, lambda base: norm.logpdf(base).sum())
     assert float(log_q) == pytest.approx(float(norm.logpdf(0.3) - jnp.log(1e-4)), abs=1e-4)

@@ -144,6 +144,15 @@ def test_load_against_another_model(fit, tmp_path):
         pavi.load(tmp_path / "fit.pavi", other)
 
 
+def test_load_of_another_format(fit, tmp_path, monkeypatch):
+    """What an earlier version wrote has its weights in another order."""
+    with monkeypatch.context() as patched:
+        patched.setattr("pavi.storage.FORMAT", 1)
+        fit.save(tmp_path / "fit.pavi")
+    with pytest.raises(pavi.LoadError, match="has format 1, this version"):
+        pavi.load(tmp_path / "fit.pavi", model)
+
+
 def test_load_of_nothing_and_of_broken_files(fit, tmp_path):
     with pytest.raises(pavi.LoadError, match="no saved fit"):
         pavi.load(tmp_path / "none.pavi", model)

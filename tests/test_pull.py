@@ -8,6 +8,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+import xarray as xr
 
 import pavi
 from pavi.branch import fixed_branch
@@ -80,7 +81,8 @@ def test_a_settled_fit_needs_no_data(fit):
     np.testing.assert_allclose(fit._weights.rows[("group",)][some], found[("group",)], rtol=1e-5, atol=1e-6)
     where = {"group": [3, 17]}
     part = fit.sample(5, sites=["theta"], where=where)["theta"]
-    assert part.identical(fit.sample(5, sites=["theta"])["theta"].isel(where))
+    # Rounding depends on how many members are drawn at once.
+    xr.testing.assert_allclose(part, fit.sample(5, sites=["theta"])["theta"].isel(where), rtol=1e-5)
 
 
 def test_encodings_of_outer_levels_start_from_means_of_pulls():

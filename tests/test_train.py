@@ -130,7 +130,7 @@ def wide():
     class Wide(pavi.Affine):
         def build(self, rng, dim, cond_dim, counts=0):
             built = super().build(rng, dim, cond_dim, counts)
-            bias = built.conditioner.linear.bias
+            bias = built.shown.readout.bias
             bias[dim : 2 * dim] = -3.0
             return built
 

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+# In what order weights come in what is saved; a version of the package reads only what has its own.
+FORMAT = 2
+
 
 class Skeleton(NamedTuple):
     """A network's structure apart from its trainable arrays, which travel as one flat vector."""

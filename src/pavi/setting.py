@@ -18,6 +18,7 @@ from pavi.data import Observations, some_of
 from pavi.errors import SettingError
 from pavi.families import Family
 from pavi.inner import inner_of
+from pavi.packing import FORMAT
 from pavi.reading import members_per_step
 from pavi.schedule import Schedule
 from pavi.sharding import Sharded, sharded
@@ -92,6 +93,7 @@ def runner_of(
 def identity_of(problem: Problem, setting: Setting, observations: Observations) -> dict[str, str]:
     """What two calls of `fit` must agree in for one to go on where the other stopped."""
     return {
+        "format": str(FORMAT),
         "model": str(problem.template),
         "family": repr(problem.family),
         "batch": str(dict(problem.batch)),

@@ -21,8 +21,8 @@ import numpy as np
 import xarray as xr
 
 from pavi.errors import LoadError, SettingError
+from pavi.packing import FORMAT
 
-FORMAT = 1
 # Parts that wait to be written to a Zarr store.
 MOST_WRITES = 8
 

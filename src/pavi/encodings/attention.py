@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from pavi.flows.base import Perceptron
+from pavi.flows.networks import Perceptron
 from pavi.packing import fill_randomly
 
 # Members of a set that are looked at together.

@@ -34,7 +34,7 @@ from pavi.branch import Branch
 from pavi.encodings.attention import SetTransformer
 from pavi.encodings.free import FreeEncodings
 from pavi.errors import SettingError
-from pavi.flows.base import Linear, Perceptron, as_weight
+from pavi.flows.networks import Linear, Perceptron, as_weight
 from pavi.packing import Skeleton, pack, skeleton_of
 from pavi.template import Level, Site, Template
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from pavi.branch import Branch
 from pavi.cascade import Draw, Sampler, Study
 from pavi.errors import SettingError
-from pavi.flows import MAF, Flow, PointMass, push
+from pavi.flows import MAF, Flow, PointMass, enter, push
 from pavi.packing import Skeleton, pack, skeleton_of
 from pavi.prior import Prior
 from pavi.template import Level, Site, Template
@@ -169,6 +170,7 @@ def given_size(template: Template, site: Site, shown: Shown) -> int:
 
 
 def draw_through(
+    template: Template,
     flow: Flow,
     bijection: AbstractBijection,
     encoding: Array,
@@ -181,24 +183,25 @@ def draw_through(
 ) -> Draw:
     """Draws from the conditional prior and pushes the draw through a flow, in the prior's units (`eq:q_full`)."""
     scale = Scale.of(units, site)
-    center = center_of(bijection, encoding, units, shown, site, given)
-    condition = _condition(units, shown, site, given)
+    center = center_of(template, bijection, encoding, units, shown, site, given)
+    parts = _condition(template, units, shown, site, encoding, given)
     if isinstance(flow, PointMass):
-        value, _ = bijection.transform_and_log_det(jnp.zeros(site.size), jnp.concatenate([encoding, condition]))
+        point, condition = enter(bijection, parts)
+        value, _ = point.transform_and_log_det(jnp.zeros(site.size), condition)
         return Draw(scale.value(value), None, center)
-    frozen = {name: draw._replace(center=jax.lax.stop_gradient(draw.center)) for name, draw in given.items()}
+    drawn = None
+    if site.given and shown is not Shown.NOTHING:
+        held = {name: draw._replace(center=jax.lax.stop_gradient(draw.center)) for name, draw in given.items()}
+        drawn = _condition(template, units, shown, site, jax.lax.stop_gradient(encoding), held)
+    base = scale.base(prior.draw(key))
     value, log_q = push(
-        bijection,
-        flow.path(site.size),
-        scale.base(prior.draw(key)),
-        encoding,
-        (condition, _condition(units, shown, site, frozen)),
-        lambda base: prior.log_prob(scale.prior_value(base)),
+        bijection, flow.path(site.size), base, parts, drawn, lambda base: prior.log_prob(scale.prior_value(base))
     )
     return Draw(scale.value(value), log_q - scale.log_det, center)
 
 
 def score_through(
+    template: Template,
     bijection: AbstractBijection,
     encoding: Array,
     units: Units,
@@ -210,9 +213,9 @@ def score_through(
 ) -> Draw:
     """A given value with its log-density under the prior pushed through a flow."""
     scale = Scale.of(units, site)
-    condition = jnp.concatenate([encoding, _condition(units, shown, site, given)])
-    base, log_det = bijection.inverse_and_log_det((value - scale.center) / scale.spread, condition)
-    center = center_of(bijection, encoding, units, shown, site, given)
+    inverse, condition = enter(bijection, _condition(template, units, shown, site, encoding, given))
+    base, log_det = inverse.inverse_and_log_det((value - scale.center) / scale.spread, condition)
+    center = center_of(template, bijection, encoding, units, shown, site, given)
     return Draw(value, prior.log_prob(scale.prior_value(base)) + log_det - scale.log_det, center)
 
 
@@ -243,23 +246,43 @@ class Scale(NamedTuple):
         return jnp.log(self.spread / self.prior_spread).sum()
 
 
-def _condition(units: Units, shown: Shown, site: Site, given: Mapping[str, Draw]) -> Array:
-    """What a flow is shown of the values its site is given.
+def _condition(
+    template: Template,
+    units: Units,
+    shown: Shown,
+    site: Site,
+    encoding: Array,
+    given: Mapping[str, Draw],
+    centered: bool = False,
+) -> list[Array]:
+    """What a flow is shown, a part for each level that it comes from: the encoding, then what its site is given.
 
     Shown a value itself, whose posterior may be narrow and far from the prior's center, a flow could hardly tell it from a
-    constant, and the slope on it would take thousands of steps to be told apart from the offset.
+    constant, and the slope on it would take thousands of steps to be told apart from the offset. So it is shown distances
+    from centers; they come last, and are left out where they are zero.
     """
-    centers = [units.standardize(name, given[name].center) for name in site.given] if shown is Shown.ALL else []
-    distances = [(given[name].value - given[name].center) / units.spread[name] for name in site.given]
-    return jnp.concatenate([jnp.zeros(0), *centers, *(distances if shown is not Shown.NOTHING else [])])
+    pieces = [(site.level, encoding)]
+    levels = {name: template.site(name).level for name in site.given}
+    if shown is Shown.ALL:
+        pieces += [(levels[name], units.standardize(name, given[name].center)) for name in site.given]
+    if shown is not Shown.NOTHING and not centered:
+        pieces += [(levels[name], (given[name].value - given[name].center) / units.spread[name]) for name in site.given]
+    runs = itertools.groupby(pieces, key=lambda piece: piece[0])
+    return [jnp.concatenate([piece for _, piece in run]) for _, run in runs]
 
 
 def center_of(
-    bijection: AbstractBijection, encoding: Array, units: Units, shown: Shown, site: Site, given: Mapping[str, Draw]
+    template: Template,
+    bijection: AbstractBijection,
+    encoding: Array,
+    units: Units,
+    shown: Shown,
+    site: Site,
+    given: Mapping[str, Draw],
 ) -> Array:
     """Where a flow puts the prior's center, given the centers of what it is given."""
-    centered = _condition(units, shown, site, {name: draw._replace(value=draw.center) for name, draw in given.items()})
-    value, _ = bijection.transform_and_log_det(jnp.zeros(site.size), jnp.concatenate([encoding, centered]))
+    centered, condition = enter(bijection, _condition(template, units, shown, site, encoding, given, centered=True))
+    value, _ = centered.transform_and_log_det(jnp.zeros(site.size), condition)
     return Scale.of(units, site).value(value)
 
 

@@ -126,7 +126,7 @@ class CascadingFlows(Whole):
             base = jnp.concatenate([scale.base(prior.draw(key)), noise])
             # No path gradient: on CPUs with few cores, batched triangular solves in a compiled loop can wait for each other
             # forever.
-            pushed, log_q = push(bijection, Path.NONE, base, nothing, (nothing, nothing), log_base)
+            pushed, log_q = push(bijection, Path.NONE, base, [nothing], None, log_base)
             log_r = norm.logpdf(pushed[site.size :], loc, jnp.exp(log_scale)).sum()
             return Draw(scale.value(pushed[: site.size]), log_q - scale.log_det - log_r, scale.value(jnp.zeros(site.size)))
 

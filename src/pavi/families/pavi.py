@@ -181,7 +181,7 @@ class PAVI:
             assert encoding is not None
             read = self._read(template, site, encoding)
             flow, bijection = layout.flows[site.name], built[site.name]
-            return draw_through(flow, bijection, read, units, self._shown, site, prior, given, key)
+            return draw_through(template, flow, bijection, read, units, self._shown, site, prior, given, key)
 
         return draw
 
@@ -193,7 +193,7 @@ class PAVI:
         def score(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
             row, truth = encoding
             read = self._read(template, site, row)
-            return score_through(built[site.name], read, units, self._shown, site, prior, given, truth[site.name])
+            return score_through(template, built[site.name], read, units, self._shown, site, prior, given, truth[site.name])
 
         return score
 
@@ -205,7 +205,7 @@ class PAVI:
             del prior, key
             assert encoding is not None
             read = encoding[: self.encodings.site_size(template, site)]
-            center = center_of(built[site.name], read, units, self._shown, site, given)
+            center = center_of(template, built[site.name], read, units, self._shown, site, given)
             return Draw(center, None, center)
 
         return draw

@@ -78,7 +78,7 @@ class UnamortizedFlows(Rowed):
             layout = layouts[site.level]
             flow, bijection = layout.flows[site.name], layout.fill(encoding)[site.name]
             nothing = jnp.zeros(0)
-            return draw_through(flow, bijection, nothing, units, self._shown, site, prior, given, key)
+            return draw_through(template, flow, bijection, nothing, units, self._shown, site, prior, given, key)
 
         return draw
 

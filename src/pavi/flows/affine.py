@@ -12,7 +12,8 @@ from flowjax.bijections import AbstractBijection
 from jaxtyping import Array, Float
 
 from pavi.errors import SettingError
-from pavi.flows.base import Conditioner, Flow, Path, as_weight, solve_lower
+from pavi.flows.base import Conditional, Flow, Path, solve_lower
+from pavi.flows.networks import Columns, Readout, as_weight
 
 # The posterior starts this much narrower than the prior, so that early draws stay near each other.
 INITIAL_SCALE = 0.1
@@ -36,8 +37,8 @@ class ConditionalAffine(AbstractBijection):
     """
 
     shape: tuple[int, ...]
-    cond_shape: tuple[int, ...]
-    conditioner: Conditioner
+    cond_shape: tuple[int, ...] | None
+    readout: Readout
     slopes_on_counts: Float[Array | np.ndarray, "count dim"] | None
     triangular: bool = eqx.field(static=True)
 
@@ -45,33 +46,30 @@ class ConditionalAffine(AbstractBijection):
         self,
         rng: np.random.Generator,
         dim: int,
-        cond_dim: int,
+        columns: Columns,
         hidden: tuple[int, ...],
         triangular: bool,
         counts: int = 0,
     ):
-        self.shape, self.cond_shape = (dim,), (cond_dim,)
+        self.shape, self.cond_shape = (dim,), None  # readings, of which other blocks may have some
         self.slopes_on_counts = as_weight(np.zeros((counts, dim))) if counts else None
-        cond_dim -= counts
         self.triangular = triangular and dim > 1
         size = 4 * dim + (dim * (dim - 1) // 2 if self.triangular else 0)
         # The condition moves the offset from the start.
-        weight = np.zeros((cond_dim, size))
-        weight[:, :dim] = rng.normal(size=(cond_dim, dim)) * np.sqrt(8) / max(cond_dim, 8)
+        weight = np.zeros((columns.size, size))
+        weight[:, :dim] = rng.normal(size=(columns.size, dim)) * np.sqrt(8) / max(columns.size, 8)
         bias = np.zeros(size)
         bias[dim : 2 * dim] = np.log(1 / INITIAL_SCALE**2 - 1)
-        gain = (1.0,) * dim + (GAIN,) * (size - dim)
-        self.conditioner = Conditioner(rng, weight, bias, hidden, gain)
+        self.readout = Readout(rng, columns, weight, bias, hidden, (1.0,) * dim + (GAIN,) * (size - dim))
 
     def _parameters(self, condition: Array) -> tuple[Array, Array, Array, Array | None]:
         """Center, gated offset, log scale, and the part of T below the diagonal."""
         dim = self.shape[0]
-        counts = 0 if self.slopes_on_counts is None else len(self.slopes_on_counts)
-        out = self.conditioner(condition[counts:])
+        out = self.readout(condition)
         offset, logit, stretch, center = out[:dim], out[dim : 2 * dim], out[2 * dim : 3 * dim], out[3 * dim : 4 * dim]
         if self.slopes_on_counts is not None:
             # With n data, posteriors narrow by the square root of n: the logit rises with log n, give or take.
-            logs = condition[:counts]
+            logs = condition[: len(self.slopes_on_counts)]
             logit = logit + logs[-1] - np.log(USUAL_COUNT) + COUNT_GAIN * logs @ self.slopes_on_counts
         gate = jax.nn.sigmoid(logit)
         log_scale = 0.5 * jax.nn.log_sigmoid(-logit) + gate * stretch
@@ -121,7 +119,8 @@ class Affine(Flow):
         object.__setattr__(self, "hidden", tuple(self.hidden))
 
     def build(self, rng: np.random.Generator, dim: int, cond_dim: int, counts: int = 0) -> AbstractBijection:
-        return ConditionalAffine(rng, dim, cond_dim, self.hidden, self.scale == "tril", counts)
+        columns = Columns(cond_dim - counts, counts)
+        return Conditional(columns, counts, ConditionalAffine(rng, dim, columns, self.hidden, self.scale == "tril", counts))
 
     def path(self, dim: int) -> Path:
         return Path.INVERSE if self.scale == "diag" or dim <= LARGEST_TRIANGLE else Path.NONE

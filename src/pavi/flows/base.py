@@ -14,7 +14,6 @@ triangular Jacobian at the known base point instead. At the optimum of an exact 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from flowjax.bijections import AbstractBijection
 from jaxtyping import Array, Float
+
+from pavi.flows.networks import Columns, Entry
 
 # Above this dimension the Jacobian of an autoregressive flow costs more than the noise it removes.
 LARGEST_JACOBIAN = 8
@@ -72,33 +73,71 @@ class Flow:
         return Path.NONE
 
 
+class Conditional(AbstractBijection):
+    """A bijection that is shown what an `Entry` reads of the condition, after the counts of data that this begins with."""
+
+    shape: tuple[int, ...]
+    cond_shape: tuple[int, ...]
+    entry: Entry
+    shown: AbstractBijection
+    counts: int = eqx.field(static=True)
+
+    def __init__(self, columns: Columns, counts: int, shown: AbstractBijection):
+        self.shape, self.cond_shape, self.counts = shown.shape, (columns.size + counts,), counts
+        self.entry, self.shown = columns.entry(), shown
+
+    def read(self, parts: Sequence[Float[Array, " _"]]) -> Float[Array, " readings"]:
+        """What is shown of a condition that comes in parts."""
+        first, *rest = parts
+        readings = self.entry([first[self.counts :], *rest])
+        return jnp.concatenate([first[: self.counts], readings]) if self.counts else readings
+
+    def transform_and_log_det(self, x: Array, condition: Array | None = None) -> tuple[Array, Array]:
+        assert condition is not None
+        return self.shown.transform_and_log_det(x, self.read([condition]))
+
+    def inverse_and_log_det(self, y: Array, condition: Array | None = None) -> tuple[Array, Array]:
+        assert condition is not None
+        return self.shown.inverse_and_log_det(y, self.read([condition]))
+
+
+def enter(bijection: AbstractBijection, parts: Sequence[Float[Array, " _"]]) -> tuple[AbstractBijection, Array]:
+    """A bijection and its condition, given in parts; those left out at the end are zero."""
+    if isinstance(bijection, Conditional):
+        return bijection.shown, bijection.read(parts)
+    condition = jnp.concatenate(list(parts))
+    missing = 0 if bijection.cond_shape is None else bijection.cond_shape[0] - len(condition)
+    return bijection, jnp.pad(condition, (0, missing))
+
+
 def push(
     bijection: AbstractBijection,
     path: Path,
     base: Float[Array, " dim"],
-    encoding: Float[Array, " encoding"],
-    conditions: tuple[Float[Array, " given"], Float[Array, " given"]],
+    parts: Sequence[Float[Array, " _"]],
+    given: Sequence[Float[Array, " _"]] | None,
     log_prior: Callable[[Float[Array, " dim"]], Float[Array, ""]],
 ) -> tuple[Float[Array, " dim"], Float[Array, ""]]:
     """Pushes one draw of the prior through a flow: the value and its log q, both in unconstrained space (`eq:q_full`).
 
-    `conditions` are the given values, twice: once as they depend on the draws and the weights, once on the draws alone.
+    Args:
+        parts: the condition.
+        given: the same as it depends on draws alone and not on weights; None if it does not depend on any.
     """
-    moving, given = conditions
-    value, log_det = bijection.transform_and_log_det(base, jnp.concatenate([encoding, moving]))
+    shown, condition = enter(bijection, parts)
+    value, log_det = shown.transform_and_log_det(base, condition)
     if path is Path.NONE or _WITHOUT_PATHS.get():
         return value, log_prior(base) - log_det
     frozen = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf) if eqx.is_inexact_array(leaf) else leaf, bijection)
-    encoding = jax.lax.stop_gradient(encoding)
+    shown, condition = enter(frozen, jax.lax.stop_gradient(list(parts)) if given is None else given)
     if path is Path.INVERSE:
         # Gradients come from the inverse, values from the draw: a narrow posterior's inverse loses its digits to rounding.
-        base_of_value, inverse_log_det = frozen.inverse_and_log_det(value, jnp.concatenate([encoding, given]))
+        base_of_value, inverse_log_det = shown.inverse_and_log_det(value, condition)
         return value, log_prior(_at(base, base_of_value)) + _at(-log_det, inverse_log_det)
-    point, given_point, log_det = jax.lax.stop_gradient((base, given, log_det))
-    by_value, by_given = _density_gradient(frozen, point, encoding, given_point, log_prior)
-    log_q = log_prior(point) - log_det
-    log_q += jnp.dot(by_value, value - jax.lax.stop_gradient(value)) + jnp.dot(by_given, given - given_point)
-    return value, log_q
+    point, there, log_det = jax.lax.stop_gradient((base, condition, log_det))
+    by_value, by_condition = _density_gradient(shown, point, there, log_prior)
+    log_q = log_prior(point) - log_det + jnp.dot(by_value, value - jax.lax.stop_gradient(value))
+    return value, log_q if given is None else log_q + jnp.dot(by_condition, condition - there)
 
 
 def _at(value: Array, slope: Array) -> Array:
@@ -107,24 +146,20 @@ def _at(value: Array, slope: Array) -> Array:
 
 
 def _density_gradient(
-    frozen: AbstractBijection, base: Array, encoding: Array, given: Array, log_prior: Callable[[Array], Array]
-) -> tuple[Float[Array, " dim"], Float[Array, " given"]]:
-    """Gradients of log q(value | given) by value and by given, at the value that `base` is pushed to.
+    frozen: AbstractBijection, base: Array, condition: Array, log_prior: Callable[[Array], Array]
+) -> tuple[Float[Array, " dim"], Float[Array, " condition"]]:
+    """Gradients of log q(value | condition) by value and by condition, at the value that `base` is pushed to.
 
-    With J = dF/du and h(u) = log prior(u) - log |J|: d log q / dvalue = J^-T dh/du, and along `given`, where u moves
-    so that the value stays, d log q / dgiven = dh/dgiven - (dF/dgiven)^T (d log q / dvalue).
+    With J = dF/du and h(u) = log prior(u) - log |J|: d log q / dvalue = J^-T dh/du, and along the condition c, where u moves
+    so that the value stays, d log q / dc = dh/dc - (dF/dc)^T (d log q / dvalue).
     """
-
-    def transform(base: Array, given: Array) -> tuple[Array, Array]:
-        return frozen.transform_and_log_det(base, jnp.concatenate([encoding, given]))
-
     dim = base.shape[0]
-    _, pull_back = jax.vjp(transform, base, given)
+    _, pull_back = jax.vjp(frozen.transform_and_log_det, base, condition)
     cotangents = (jnp.eye(dim + 1, dim), jnp.zeros(dim + 1).at[dim].set(1.0))
-    by_base, by_given = jax.vmap(pull_back)(cotangents)
+    by_base, by_condition = jax.vmap(pull_back)(cotangents)
     slope = jax.grad(log_prior)(base) - by_base[dim]
     by_value = solve_lower(by_base[:dim].T[::-1, ::-1], slope[::-1])[::-1]
-    return jax.lax.stop_gradient((by_value, -by_given[dim] - by_value @ by_given[:dim]))
+    return jax.lax.stop_gradient((by_value, -by_condition[dim] - by_value @ by_condition[:dim]))
 
 
 def solve_lower(lower: Float[Array, "dim dim"], target: Float[Array, " dim"]) -> Float[Array, " dim"]:
@@ -134,72 +169,3 @@ def solve_lower(lower: Float[Array, "dim dim"], target: Float[Array, " dim"]) ->
         known = sum((lower[i, j] * solution[j] for j in range(i)), start=jnp.zeros((), target.dtype))
         solution.append((target[i] - known) / lower[i, i])
     return jnp.stack(solution)
-
-
-class Linear(eqx.Module):
-    """gain * (x @ weight) + bias, with a fixed 0-1 mask on the weight where one is given.
-
-    The gain, fixed per output, sets how fast the output learns to depend on x against how fast it moves as a whole.
-    """
-
-    weight: Float[Array | np.ndarray, "in out"]
-    bias: Float[Array | np.ndarray, " out"]
-    mask: np.ndarray | None = None
-    gain: tuple[float, ...] | None = eqx.field(static=True, default=None)
-
-    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        weight = self.weight if self.mask is None else jnp.where(self.mask, self.weight, 0.0)
-        product = x @ weight
-        return product + self.bias if self.gain is None else product * np.array(self.gain, product.dtype) + self.bias
-
-
-class Perceptron(eqx.Module):
-    """Linear layers with rectifiers between them; the last one starts at zero, so the output does, unless `open`."""
-
-    layers: tuple[Linear, ...]
-
-    def __init__(
-        self, rng: np.random.Generator, sizes: Sequence[int], masks: Sequence[np.ndarray] | None = None, open: bool = False
-    ):
-        layers = []
-        for k, (n, m) in enumerate(itertools.pairwise(sizes)):
-            mask = None if masks is None else masks[k]
-            fan_in = max(n, 1) if mask is None else np.maximum(mask.sum(0), 1)
-            last = k == len(sizes) - 2 and not open
-            weight = np.zeros((n, m)) if last else rng.normal(size=(n, m)) * np.sqrt(2 / fan_in)
-            layers.append(Linear(as_weight(weight), as_weight(np.zeros(m)), mask))
-        self.layers = tuple(layers)
-
-    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        for layer in self.layers[:-1]:
-            x = jax.nn.relu(layer(x))
-        return self.layers[-1](x)
-
-
-class Conditioner(eqx.Module):
-    """A linear map of the condition plus a perceptron of it.
-
-    The linear part alone makes Gaussian posteriors exact; the perceptron adds what is not linear.
-    """
-
-    linear: Linear
-    perceptron: Perceptron | None
-
-    def __init__(
-        self,
-        rng: np.random.Generator,
-        weight: np.ndarray,
-        bias: np.ndarray,
-        hidden: Sequence[int],
-        gain: tuple[float, ...] | None = None,
-    ):
-        self.linear = Linear(as_weight(weight), as_weight(bias), gain=gain)
-        self.perceptron = Perceptron(rng, [weight.shape[0], *hidden, weight.shape[1]]) if hidden else None
-
-    def __call__(self, condition: Float[Array, " in"]) -> Float[Array, " out"]:
-        out = self.linear(condition)
-        return out if self.perceptron is None else out + self.perceptron(condition)
-
-
-def as_weight(array: np.ndarray) -> np.ndarray:
-    return array.astype(jnp.result_type(float))

@@ -9,7 +9,7 @@ from flowjax.bijections import AbstractBijection
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
-from pavi.flows.base import as_weight
+from pavi.flows.networks import as_weight
 
 # What the bend keeps of negative numbers where nothing passes it by.
 LEAK = 0.2

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float
 
 from pavi.errors import SettingError
 from pavi.flows.affine import LARGEST_TRIANGLE, ConditionalAffine
-from pavi.flows.base import LARGEST_JACOBIAN, Flow, Linear, Path, Perceptron, as_weight
+from pavi.flows.base import LARGEST_JACOBIAN, Conditional, Flow, Path
+from pavi.flows.networks import Columns, Linear, Perceptron, as_weight
 
 OPEN = -3.0  # logit of a gate at the start: the layer comes in once it has something to add
 
@@ -48,11 +49,13 @@ class Autoregressive(bij.AbstractBijection):
     """
 
     shape: tuple[int, ...]
-    cond_shape: tuple[int, ...]
+    cond_shape: tuple[int, ...] | None
+    first: Linear
     network: Perceptron
-    gate: Linear
+    gate_bias: Float[Array | np.ndarray, " dim"]
     transformer: Callable[..., bij.AbstractBijection] = eqx.field(static=True)
-    counts: int = eqx.field(static=True)
+    starts: tuple[int, int] = eqx.field(static=True)
+    """Where the readings of the network's first layer and of the gate begin."""
 
     def __init__(
         self,
@@ -60,28 +63,31 @@ class Autoregressive(bij.AbstractBijection):
         transformer: Callable[..., bij.AbstractBijection],
         num_parameters: int,
         dim: int,
-        cond_dim: int,
+        columns: Columns,
         hidden: tuple[int, ...],
-        counts: int,
     ):
-        self.shape, self.cond_shape, self.transformer, self.counts = (dim,), (cond_dim,), transformer, counts
-        cond_dim -= counts
+        self.shape, self.cond_shape, self.transformer = (dim,), None, transformer
         # An input of rank r may reach outputs of rank above r; the condition has rank -1 and reaches all.
         ranks = [
-            np.concatenate([np.arange(dim), np.full(cond_dim, -1)]),
+            np.concatenate([np.arange(dim), np.full(columns.size, -1)]),
             *[np.arange(width) % dim - 1 for width in hidden],
             np.repeat(np.arange(dim), num_parameters),
         ]
         masks = [a[:, None] <= b for a, b in itertools.pairwise(ranks[:-1])]
         masks.append(ranks[-2][:, None] < ranks[-1])
-        self.network = Perceptron(rng, [len(rank) for rank in ranks], masks)
-        self.gate = Linear(as_weight(np.zeros((cond_dim, dim))), as_weight(np.full(dim, OPEN)))
+        whole = Perceptron(rng, [len(rank) for rank in ranks], masks)
+        weight, bias = whole.layers[0].weight, whole.layers[0].bias
+        self.first = Linear(weight[:dim], bias, masks[0][:dim])
+        self.network = eqx.tree_at(lambda network: network.layers, whole, whole.layers[1:])
+        self.starts = columns.add(np.asarray(weight[dim:])), columns.add(np.zeros((columns.size, dim)))
+        self.gate_bias = as_weight(np.full(dim, OPEN))
 
     def _parameters(self, x: Array, condition: Array | None) -> Array:
         assert condition is not None
-        condition = condition[self.counts :]
-        parameters = self.network(jnp.concatenate([x, condition])).reshape(self.shape[0], -1)
-        return jax.nn.sigmoid(self.gate(condition))[:, None] * parameters
+        inner, gate = self.starts
+        hidden = jax.nn.relu(self.first(x) + condition[inner : inner + len(self.first.bias)])
+        parameters = self.network(hidden).reshape(self.shape[0], -1)
+        return jax.nn.sigmoid(condition[gate : gate + len(self.gate_bias)] + self.gate_bias)[:, None] * parameters
 
     def transform_and_log_det(self, x: Array, condition: Array | None = None) -> tuple[Array, Array]:
         parameters = self._parameters(x, condition)
@@ -119,9 +125,10 @@ class MAF(Flow):
             raise SettingError(f"MAF(hidden={self.hidden}): expected at least one hidden width, each at least 1.")
 
     def build(self, rng: np.random.Generator, dim: int, cond_dim: int, counts: int = 0) -> bij.AbstractBijection:
-        affine = ConditionalAffine(rng, dim, cond_dim, (), triangular=dim <= LARGEST_TRIANGLE, counts=counts)
-        layer = Autoregressive(rng, LogAffine, 2, dim, cond_dim, self.hidden, counts)
-        return bij.Chain([affine, layer])
+        columns = Columns(cond_dim - counts, counts)
+        affine = ConditionalAffine(rng, dim, columns, (), triangular=dim <= LARGEST_TRIANGLE, counts=counts)
+        layer = Autoregressive(rng, LogAffine, 2, dim, columns, self.hidden)
+        return Conditional(columns, counts, bij.Chain([affine, layer]))
 
     def path(self, dim: int) -> Path:
         return Path.TRIANGULAR if self.path_gradients and dim <= LARGEST_JACOBIAN else Path.NONE

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 
-import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from flowjax.bijections import AbstractBijection
 from jaxtyping import Array
 
-from pavi.flows.base import Conditioner, Flow
+from pavi.flows.base import Conditional, Flow
+from pavi.flows.networks import Columns, Readout
 
 
 class Regressor(AbstractBijection):
     """Sends every base draw to one value regressed from the condition. Not invertible: it has no density."""
 
     shape: tuple[int, ...]
-    cond_shape: tuple[int, ...]
-    conditioner: Conditioner
-    counts: int = eqx.field(static=True)
+    cond_shape: tuple[int, ...] | None
+    readout: Readout
 
     def transform_and_log_det(self, x: Array, condition: Array | None = None) -> tuple[Array, Array]:
         assert condition is not None
-        return self.conditioner(condition[self.counts :]), jnp.zeros(())
+        return self.readout(condition), jnp.zeros(())
 
     def inverse_and_log_det(self, y: Array, condition: Array | None = None) -> tuple[Array, Array]:
         raise TypeError("A point mass has no inverse.")
@@ -50,6 +49,7 @@ class PointMass(Flow):
         object.__setattr__(self, "hidden", tuple(self.hidden))
 
     def build(self, rng: np.random.Generator, dim: int, cond_dim: int, counts: int = 0) -> AbstractBijection:
-        read = cond_dim - counts
-        weight = rng.normal(size=(read, dim)) / np.sqrt(max(read, 1))
-        return Regressor((dim,), (cond_dim,), Conditioner(rng, weight, np.zeros(dim), self.hidden), counts)
+        columns = Columns(cond_dim - counts, counts)
+        weight = rng.normal(size=(columns.size, dim)) / np.sqrt(max(columns.size, 1))
+        readout = Readout(rng, columns, weight, np.zeros(dim), self.hidden)
+        return Conditional(columns, counts, Regressor((dim,), None, readout))

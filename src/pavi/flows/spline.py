@@ -12,8 +12,9 @@ from jaxtyping import Array
 
 from pavi.errors import SettingError
 from pavi.flows.affine import LARGEST_TRIANGLE, ConditionalAffine
-from pavi.flows.base import LARGEST_JACOBIAN, Flow, Path
+from pavi.flows.base import LARGEST_JACOBIAN, Conditional, Flow, Path
 from pavi.flows.maf import Autoregressive
+from pavi.flows.networks import Columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +44,10 @@ class Spline(Flow):
 
     def build(self, rng: np.random.Generator, dim: int, cond_dim: int, counts: int = 0) -> bij.AbstractBijection:
         num_parameters = 3 * self.knots + 4  # widths, heights and slopes
-        layer = Autoregressive(rng, self._spline, num_parameters, dim, cond_dim, self.hidden, counts)
-        affine = ConditionalAffine(rng, dim, cond_dim, (), triangular=dim <= LARGEST_TRIANGLE, counts=counts)
-        return bij.Chain([layer, affine])
+        columns = Columns(cond_dim - counts, counts)
+        layer = Autoregressive(rng, self._spline, num_parameters, dim, columns, self.hidden)
+        affine = ConditionalAffine(rng, dim, columns, (), triangular=dim <= LARGEST_TRIANGLE, counts=counts)
+        return Conditional(columns, counts, bij.Chain([layer, affine]))
 
     def _spline(self, parameters: Array) -> bij.AbstractBijection:
         """A spline from unconstrained parameters; all zero is the identity."""
