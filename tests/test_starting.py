@@ -7,6 +7,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from sklearn.mixture import GaussianMixture
 
 import pavi
 from pavi.experiments.stepwise import start
@@ -14,7 +15,7 @@ from pavi.posterior import seed_of
 from pavi.reading import read_study
 from pavi.schedule import Schedule
 from pavi.sources import Stored
-from pavi.starting import components, other_start, usual_starts
+from pavi.starting import _clusters, components, other_start, usual_starts
 from pavi.train import best_start, chunk_runner
 
 CENTERS = np.array([[-4.0, 0.0], [0.0, 3.0], [4.0, -2.0]])
@@ -27,6 +28,12 @@ def mixture():
         with numpyro.plate("point", 15, dim=-1):
             each = dist.Normal(means, 0.3).to_event(1)
             numpyro.sample("x", dist.MixtureSameFamily(dist.Categorical(probs=jnp.ones(3) / 3), each))
+
+
+def overlapping():
+    centers = numpyro.sample("centers", dist.Normal(jnp.zeros((5, 8)), 1.0).to_event(2))
+    with numpyro.plate("point", 10):
+        numpyro.sample("x", dist.Normal(centers.mean(0), 1.0).to_event(1))
 
 
 def simulate(seed: int) -> np.ndarray:
@@ -57,6 +64,19 @@ def test_the_best_start_goes_on_with_its_members_rows():
     assert int(best.step) == 0
     for level in (("group",), ()):
         assert np.abs(np.asarray(best.weights.rows[level]) - first[level]).max() > 0.1
+
+
+@pytest.mark.parametrize("seed", [1, 3, 5])
+def test_clusters_that_overlap_are_followed_to_the_top(seed):
+    """About as near the likeliest centers as these are to the true ones: the last stretch takes many small rounds."""
+    template = pavi.read_template(overlapping, {"x": np.zeros((10, 8), np.float32)})
+    rng, truth, spreads = np.random.default_rng(0), np.eye(5, 8), np.array([1.2, 0.9, 0.9, 0.7, 0.6])
+    label = rng.integers(0, 5, 30_000)
+    points = truth[label] + spreads[label, None] * rng.normal(size=(len(label), 8))
+    likeliest = GaussianMixture(5, covariance_type="spherical", means_init=truth, tol=1e-9, max_iter=5000).fit(points).means_
+    found = _clusters(template.site("centers"), points, seed)[0].value.reshape(5, 8)
+    missed = np.linalg.norm(likeliest[:, None] - found, axis=-1).min(1).max()
+    assert missed < 1.5 * np.linalg.norm(likeliest - truth, axis=-1).max()
 
 
 @pytest.mark.parametrize("points", [1, 2])

@@ -42,7 +42,7 @@ STARTED_PACE = 0.1
 MOST_CLUSTERED = 100_000
 MOST_AVERAGED = 64
 # Rounds of fitting a mixture, and the gain per element (nats) below which they end: clusters that overlap take many.
-CLUSTER_ROUNDS, CLUSTER_GAIN = 300, 1e-5
+CLUSTER_ROUNDS, CLUSTER_GAIN = 300, 1e-6
 # Mixtures have many optima as well: so many are fitted to some of the elements, and the best to all.
 CLUSTER_TRIES, CLUSTER_TRIED, CLUSTER_TRY_GAIN = 10, 10_000, 1e-4
 # How well clusters tell a spread, as a share of it; and at how many members a latent is tried as their spread.
