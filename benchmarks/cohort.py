@@ -45,12 +45,15 @@ DTYPES = {"paper": jnp.float32, "hard": jnp.float16}
 # Steps of a fit that is to be polished; narrow networks have to be known well by then.
 BEFORE_POLISHING = {"paper": 1000, "hard": 500}
 EVALUATED, LABEL_DRAWS = 20, 128
-FAMILY = pavi.PAVI(flow=pavi.Affine())
-PULLED = pavi.PAVI(flow=pavi.Affine(), show_pull=True)
 PAPER = pavi.PAVI(
     encodings=pavi.FreeEncodings(size={"mu": 16, ...: 8}),
     flow={"mu": pavi.MAF((64, 128, 64)), "kappa": pavi.PointMass(), "gamma": pavi.PointMass(), ...: pavi.Affine()},
 )
+
+
+def family(arguments: argparse.Namespace, pulled: bool = False) -> pavi.PAVI:
+    """Affine flows for all sites, but for the paper's form, which has the paper's."""
+    return PAPER if arguments.relaxed else pavi.PAVI(flow=pavi.Affine(hidden=tuple(arguments.hidden)), show_pull=pulled)
 
 
 def best_labels(cohort: Cohort, subjects: np.ndarray) -> Any:
@@ -119,7 +122,7 @@ def timed_fit(model: Any, x: Any, **settings: Any) -> tuple[pavi.Fit, float]:
 def polishing(arguments: argparse.Namespace, steps: int) -> dict[str, Any]:
     """How fits are polished: subjects' logits are trained anew, shown which way their data pull."""
     points = {"num_draws": arguments.draws, "inner_points": arguments.points}
-    return {"steps": steps, "family": PULLED, "num_particles": arguments.particles, **points}
+    return {"steps": steps, "family": family(arguments, pulled=True), "num_particles": arguments.particles, **points}
 
 
 def print_row(name: str, seed: int, fit: pavi.Fit, seconds: float, found: Verdict, best: float) -> None:
@@ -141,7 +144,7 @@ def run(arguments: argparse.Namespace, names: list[str]) -> None:
     batch = {"subject": min(arguments.batch[0], subjects), "vertex": min(arguments.batch[1], vertices)}
     if arguments.relaxed:
         batch["session"] = 1
-    settings = {"family": PAPER if arguments.relaxed else FAMILY, "batch": batch, "num_particles": arguments.particles}
+    settings = {"family": family(arguments), "batch": batch, "num_particles": arguments.particles}
     print(f"{jax.devices()[0].device_kind}, labels {form}, {subjects:,} subjects, {vertices:,} vertices, {batch} per step\n")
     columns = ["setting", "seed", "latents", "steps", "seconds", "before the first step", "accuracy", "best", "lowest r"]
     columns += [f"{name} covered" for name in ("mu", "kappa", "gamma", "population logits")]
@@ -185,7 +188,7 @@ def memory(arguments: argparse.Namespace) -> None:
     subjects, vertices = round(SUBJECTS * share), round(VERTICES * share)
     model = parcellation(subjects, SESSIONS, vertices, FEATURES, NETWORKS)
     batch = {"subject": min(arguments.batch[0], subjects), "vertex": min(arguments.batch[1], vertices)}
-    settings = {"family": FAMILY, "batch": batch, "num_particles": arguments.particles, "starts": 1}
+    settings = {"family": family(arguments), "batch": batch, "num_particles": arguments.particles, "starts": 1}
     x = jnp.ones((subjects, vertices, SESSIONS, FEATURES), jnp.float16)
     plan = pavi.plan(model, {"x": x}, **settings)
     print(f"{plan}\n")
@@ -224,7 +227,7 @@ def operations(arguments: argparse.Namespace) -> float:
     model = parcellation(subjects, SESSIONS, vertices, FEATURES, NETWORKS)
     batch = dict(zip(("subject", "vertex"), arguments.batch, strict=True))
     x = jnp.ones((subjects, vertices, SESSIONS, FEATURES), jnp.float16)
-    problem, inputs, state, _ = start(model, {"x": x}, FAMILY, batch, arguments.particles)
+    problem, inputs, state, _ = start(model, {"x": x}, family(arguments), batch, arguments.particles)
     return jax.jit(problem.step).lower(inputs, state, jnp.float32(1.0)).compile().cost_analysis()["flops"]
 
 
@@ -259,7 +262,7 @@ def moments(arguments: argparse.Namespace) -> None:
     cohort = simulate_cohort(subjects, SESSIONS, vertices, FEATURES, NETWORKS, **SETTINGS["hard"])
     model = parcellation(subjects, SESSIONS, vertices, FEATURES, NETWORKS, **SETTINGS["hard"])
     batch = {"subject": min(arguments.batch[0], subjects), "vertex": min(arguments.batch[1], vertices)}
-    fit, _ = timed_fit(model, cohort.x, family=FAMILY, batch=batch, num_particles=1, steps=100, starts=1)
+    fit, _ = timed_fit(model, cohort.x, family=family(arguments), batch=batch, num_particles=1, steps=100, starts=1)
     settings = {"sites": ["logits", "label_probs"], "num_samples": LABEL_DRAWS}
     fit.moments(where={"vertex": slice(0, 1)}, **settings)  # compiled for another tile, but the store is warm
     print(f"| {LABEL_DRAWS} draws of {subjects * vertices:,} members | GB | seconds | MB/s |\n|---|---|---|---|")
@@ -290,7 +293,7 @@ def growth(arguments: argparse.Namespace) -> None:
         model = parcellation(subjects, SESSIONS, vertices, FEATURES, NETWORKS, **SETTINGS["hard"])
         evaluated = np.arange(10)
         batch = {"subject": 10, "vertex": min(512, vertices)}
-        fit, seconds = timed_fit(model, cohort.x, family=FAMILY, batch=batch, steps=2000, num_particles=1)
+        fit, seconds = timed_fit(model, cohort.x, family=family(arguments), batch=batch, steps=2000, num_particles=1)
         found = judge(fit, cohort, evaluated)
         best = share_right(best_labels(cohort, evaluated), cohort, evaluated)
         latents = fit.template.num_latents
@@ -306,6 +309,7 @@ def main() -> None:
     parser.add_argument("--size", type=float, default=1.0, help="share of the full number of members")
     parser.add_argument("--steps", type=int, nargs="+", help="3,000 by default, 1,000 for a part of the study")
     parser.add_argument("--batch", type=int, nargs=2, help="subjects and vertices per step; 125 512, or 50 128 for a part")
+    parser.add_argument("--hidden", type=int, nargs="*", default=[32, 32], help="widths of what flows make of encodings")
     parser.add_argument("--particles", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", choices=list(SETTINGS))
