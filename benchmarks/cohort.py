@@ -202,10 +202,10 @@ def memory(arguments: argparse.Namespace) -> None:
         print(f"peak as measured  {peak / 1e9:.1f} GB: {peak / plan.device_bytes:.3f} of the plan")
         few, many = (kernels(partial(timed_fit, model, x, steps=steps, **settings)) for steps in (100, 400))
         print("\n| kernel | times per step | microseconds per step |\n|---|---|---|")
-        each = {name: (np.array(many[name]) - few.get(name, (0, 0))) / 300 for name in many}
-        print("| all | {:.0f} | {:.0f} |".format(*sum(each.values())))
-        for name in sorted(each, key=lambda name: -each[name][1])[:10]:
-            print("| {} | {:.0f} | {:.1f} |".format(name, *each[name]))
+        ran = {name: (np.array(many[name]) - few.get(name, (0, 0))) / 300 for name in many}
+        print("| all | {:.0f} | {:.0f} |".format(*sum(ran.values())))
+        for name in sorted(ran, key=lambda name: -ran[name][1])[:10]:
+            print("| {} | {:.0f} | {:.1f} |".format(name, *ran[name]))
     del x
     array = jnp.zeros(2**28 if stats else 2**24, jnp.float32)
     copy = jax.jit(lambda array: array + 1)

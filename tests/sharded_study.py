@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from functools import partial
 
 import jax
@@ -73,7 +74,9 @@ def main() -> None:
     family = pavi.PAVI(flow=pavi.Affine(), show_pull=told.pull)
     x = X[: told.groups]
     if told.stored:
-        np.save(told.stored, x)
+        own = f"{told.stored}.{jax.process_index()}.npy"
+        np.save(own, x)
+        os.replace(own, told.stored)  # another process may be reading it
         x = np.load(told.stored, mmap_mode="r")
     fit = pavi.fit(
         partial(aged if told.aged else alone if told.pull else model, told.groups),

@@ -132,6 +132,37 @@ def test_bad_folders_are_refused(tmp_path, often):
         fit(tmp_path / "file")
 
 
+def test_a_folder_of_another_study_is_refused(tmp_path, often):
+    """Other priors, arguments, or data at places that are not looked at one by one."""
+    many = np.random.default_rng(0).normal(size=(5000, 4)).astype(np.float32)
+
+    def wide(spread, age):
+        mu = numpyro.sample("mu", dist.Normal(0, 3))
+        with numpyro.plate("group", 5000, dim=-2):
+            mean = mu + numpyro.subsample(age[:, None], event_dim=0)
+            theta = numpyro.sample("theta", dist.Normal(mean, spread))
+            with numpyro.plate("point", 4, dim=-1):
+                numpyro.sample("x", dist.Normal(theta, 1))
+
+    def fit(x=many, **settings):
+        settings = {"family": FAMILY, "batch": {"group": 50}, "steps": 20, "progress_bar": False} | settings
+        return pavi.fit(wide, {"x": x}, checkpoint=tmp_path, **settings)
+
+    age = np.linspace(-1, 1, 5000, dtype=np.float32)
+    kept = {"model_args": (1.0,), "model_kwargs": {"age": age}}
+    first = fit(**kept)
+    for placement in ("host", None):  # nor does it matter where the data lie, and in which precision they come
+        assert_same(fit(many.astype(np.float64), placement=placement, **kept), first)
+    with pytest.raises(pavi.LoadError, match=r"another fit. Its model: .* 'theta' is usually"):
+        fit(**kept | {"model_args": (1.01,)})
+    with pytest.raises(pavi.LoadError, match=r"another fit. Its arguments"):
+        fit(**kept | {"model_kwargs": {"age": np.where(np.arange(5000) == 4321, 0, age)}})
+    other = many.copy()
+    other[4321, 2] = 0
+    with pytest.raises(pavi.LoadError, match=r"another fit. Its data as a whole"):
+        fit(other, **kept)
+
+
 def test_a_slower_attempt_replaces_the_checkpoints_of_the_one_before(tmp_path, often, monkeypatch):
     train, paces = studying.train, []
 

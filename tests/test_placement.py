@@ -11,6 +11,7 @@ import pytest
 import zarr
 
 import pavi
+from pavi import studying
 from pavi.branch import draw_branch, fit_runs
 from pavi.planning import Place
 
@@ -73,6 +74,52 @@ def test_hosted_rows_go_on_from_a_checkpoint_and_can_be_updated(on_device, tmp_p
     updated = again.update({"x": np.concatenate([X, X[:2]])}, steps=30, progress_bar=False)
     assert updated.sample(5)["theta"].sizes["group"] == 22
     assert isinstance(updated._weights.rows["group",], np.ndarray)
+
+
+def test_starting_values_where_data_lie_in_two_places(tmp_path):
+    def both():
+        mu = numpyro.sample("mu", dist.Normal(0, 3))
+        with numpyro.plate("group", 20, dim=-1):
+            theta = numpyro.sample("theta", dist.Normal(mu, 1))
+            numpyro.sample("x", dist.Normal(theta, 1))
+            numpyro.sample("y", dist.Normal(theta, 2))
+
+    y = np.memmap(tmp_path / "y", np.float32, "w+", shape=(20,))
+    y[:] = X[:, 1, 0]
+    settings = {"init": {"mu": 1.0}, "family": FAMILY, "steps": 20, "progress_bar": False}
+    apart = pavi.fit(both, {"x": jnp.asarray(X[:, 0, 0]), "y": y}, **settings)
+    together = pavi.fit(both, {"x": X[:, 0, 0], "y": np.asarray(y)}, **settings)
+    np.testing.assert_allclose(apart.history["elbo"], together.history["elbo"], rtol=1e-5)
+
+
+def test_polishing_leaves_the_rows_of_the_fit_before_it(tmp_path, monkeypatch):
+    """Memory maps of both lie in one folder; Ctrl-C at the end of polishing gives back the fit before it."""
+
+    def pairs():
+        tau = numpyro.sample("tau", dist.LogNormal(0, 0.5))
+        with numpyro.plate("group", 20, dim=-2):
+            theta = numpyro.sample("theta", dist.Normal(0, tau))
+            with numpyro.plate("point", 6, dim=-1):
+                each = numpyro.sample("each", dist.Normal(theta, 1))
+                numpyro.sample("x", dist.Normal(each, 1))
+
+    settings = SETTINGS | {"steps": 50}
+    alone = pavi.fit(pairs, {"x": X[..., 0]}, placement=tmp_path / "alone", **settings)
+    report, calls = studying.report, []
+
+    def interrupted(trained):
+        calls.append(trained)
+        if len(calls) == 2:  # the first one was that of the fit
+            raise KeyboardInterrupt
+        report(trained)
+
+    monkeypatch.setattr(studying, "report", interrupted)
+    with pytest.warns(UserWarning, match="the fit before it; `fit.polish"):
+        before = pavi.fit(
+            pairs, {"x": X[..., 0]}, placement=tmp_path / "rows", polish={"num_draws": 8, "inner_points": 8}, **settings
+        )
+    assert len(calls) == 2
+    assert before.sample(20).identical(alone.sample(20))
 
 
 def test_several_devices_refuse_polishing():

@@ -1,6 +1,7 @@
 """`fit.polish`: evidences of members against quadrature, posteriors of what is outside of plates against exact ones."""
 
 import inspect
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from scipy.special import expit, logsumexp
 import pavi
 from pavi import checkpoint
 from pavi.evidence import Look, marginal_of
+from pavi.families import Normal
 from pavi.fitting import Polish
+from pavi.identity import Identity
 from pavi.journal import Journal
 from pavi.members import Members
 
@@ -120,29 +123,44 @@ def test_polishing_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
         with pytest.raises(Cut):
             pavi.fit(quiz, {"x": small}, checkpoint=tmp_path, **settings)
         monkeypatch.setattr(where, name, method)
-    looks = len(list((tmp_path / "polishing" / "looks").iterdir()))
-    look, looked = Members._look, []
-    monkeypatch.setattr(Members, "_look", lambda self, *args: looked.append(1) or look(self, *args))
+    monkeypatch.setattr(Members, "__init__", None)  # what the search came to is known: nobody is looked at again
+    kept = [path.name for path in (tmp_path / "polishing" / "search").iterdir()]
     resumed = pavi.fit(quiz, {"x": small}, checkpoint=tmp_path, **settings)
-    assert looks > 4
-    assert len(looked) == 1  # the last one, for the members' posteriors
+    assert kept == ["outcome.npz"]
     np.testing.assert_array_equal(resumed.history["elbo"], whole.history["elbo"])
     assert resumed.sample(20).identical(whole.sample(20))
+    for changed in ({"num_draws": 32}, {"steps": 200}):
+        with pytest.raises(pavi.LoadError, match=r"polishing.*another fit"):
+            pavi.fit(quiz, {"x": small}, checkpoint=tmp_path, **settings | {"polish": how | changed})
+    shutil.rmtree(tmp_path / "polishing" / "training")
+    (tmp_path / "polishing" / "search" / "outcome.npz").unlink()
+    monkeypatch.undo()
+    again = pavi.fit(quiz, {"x": small}, checkpoint=tmp_path, **settings)
+    assert again.sample(20).identical(whole.sample(20))
 
 
 def test_a_look_that_cannot_be_read_is_taken_again(tmp_path):
-    journal, look = Journal(tmp_path, "this"), Look(np.array(1.0), np.ones(2), np.eye(2), np.array(0.5))
+    this, other = (Identity({"data": name}, {}) for name in ("this", "other"))
+    journal, look = Journal(tmp_path, this), Look(np.array(1.0), np.ones(2), np.eye(2), np.array(0.5))
     for theta in (np.zeros(2), np.ones(2)):
-        journal.add(theta, 3, look, np.ones((3, 1)))
-    again = Journal(tmp_path, "this")
-    found = again.next(np.zeros(2), 3)
-    assert found is not None
-    np.testing.assert_array_equal(found[0].squares, np.eye(2))
+        journal.add(theta, look, np.full((3, 1), 7.0))
+    again = Journal(tmp_path, this)
+    found, values = again.next(np.zeros(2), 3)
+    np.testing.assert_array_equal(found.squares, np.eye(2))
+    np.testing.assert_array_equal(values, np.full((3, 1), 7.0))
     assert again.next(np.full(2, 2.0), 3) is None
-    assert Journal(tmp_path, "other").next(np.zeros(2), 3) is None
+    assert again.next(np.ones(2), 4) is None
+    with pytest.raises(pavi.LoadError, match=r"another fit. Its data"):
+        Journal(tmp_path, other).next(np.zeros(2), 3)
     (tmp_path / "look-0001.npz").write_bytes(b"half")
     with pytest.warns(UserWarning, match="goes on from before"):
         assert again.next(np.ones(2), 3) is None
+    assert not again.ended
+    normal = Normal(np.zeros(2), np.eye(2), np.ones((3, 4)))
+    again.end(normal)
+    assert [path.name for path in tmp_path.iterdir()] == ["outcome.npz"]
+    for one, same in zip(normal, Journal(tmp_path, this).outcome(), strict=True):
+        np.testing.assert_array_equal(one, same)
 
 
 def test_an_interrupted_search_leaves_the_fit_before_it(x, monkeypatch):

@@ -68,15 +68,25 @@ def test_with_some_members_in_a_step_the_posterior_is_the_same_within_noise():
     np.testing.assert_allclose(eight["mu"][0], one.moments(num_samples=200)["mu"].values[0], atol=0.1)
 
 
-def on_two_processes(*told):
-    """What a study prints that runs on two processes with two devices each."""
+def two_processes(devices, *told):
+    """A study that runs on two processes with two devices each."""
     with socket.socket() as found:
         found.bind(("localhost", 0))
         address = f"localhost:{found.getsockname()[1]}"
-    both = [start(4, *told, "--process", address, 2, number, local_devices=2) for number in range(2)]
-    first, second = (result(process) for process in both)
+    return [start(devices, *told, "--process", address, 2, number, local_devices=2) for number in range(2)]
+
+
+def on_two_processes(*told):
+    """What it prints."""
+    first, second = (result(process) for process in two_processes(4, *told))
     assert second is None
     return first
+
+
+def test_devices_of_one_process_alone_are_refused():
+    for process in two_processes(2, 16, 40):
+        with pytest.raises(AssertionError, match=r"1 of the 2 processes would have none. Take all 4"):
+            result(process)
 
 
 def test_two_processes_do_what_one_does(one):
@@ -129,6 +139,17 @@ def test_a_checkpoint_of_other_uneven_parts_is_refused(tmp_path):
     result(start(3, *told))
     with pytest.raises(AssertionError, match=r"another fit. Its rows"):
         result(start(6, *told))
+
+
+def test_a_fit_goes_on_on_another_number_of_devices(tmp_path):
+    """A batch that four devices round up to eight groups."""
+    told = 6, 400, "--checkpoint", tmp_path, "--interval", 0
+    whole = result(start(2, *told))
+    shutil.rmtree(tmp_path / "400")
+    again = result(start(4, *told))
+    (step,) = (int(folder.name) for folder in tmp_path.iterdir() if folder.name not in ("400",) and folder.name.isdigit())
+    assert again["elbos"][:step] == whole["elbos"][:step]
+    np.testing.assert_allclose(again["theta"][0], whole["theta"][0], atol=0.3)
 
 
 def test_what_is_averaged_out_together_is_not_split():

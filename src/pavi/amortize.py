@@ -35,11 +35,12 @@ from pavi.posterior import Posterior, seed_of
 from pavi.reading import check_batch, read_saved_template, read_study, split_arguments, with_encoder
 from pavi.schedule import Schedule, Stop
 from pavi.setting import Setting
-from pavi.stepping import Inputs, State, default_optimizers, first_state, prior_units
+from pavi.stepping import Inputs, State, default_optimizers, first_state
 from pavi.studying import Refinement
 from pavi.template import Template
 from pavi.tracing import read_template
 from pavi.train import report, train
+from pavi.units import prior_units
 
 # Members per plate of a simulated study, where the caller does not say.
 USUAL_BATCH = 20

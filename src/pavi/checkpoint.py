@@ -7,7 +7,6 @@ from the key and the step. The last two are kept, so that one can be lost.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import time
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pavi.errors import LoadError, SettingError
+from pavi.identity import Identity, digest
 from pavi.mesh import agreed
 from pavi.schedule import Schedule, Stop
 from pavi.stepping import Inputs, State
@@ -45,17 +45,20 @@ class Keeper:
 
     Args:
         folder: where; made if need be.
-        identity: what fits must agree in to be the same: compared as text with what the folder holds.
+        identity: what fits must agree in to be the same.
         together: whether all processes train one fit, and so must write its checkpoints together.
+        first: of the weights that training starts from, if it is not their initial ones: from others it starts anew.
     """
 
-    def __init__(self, folder: str | os.PathLike, identity: Mapping[str, str], together: bool = False):
+    def __init__(
+        self, folder: str | os.PathLike, identity: Identity, together: bool = False, first: Sequence[np.ndarray] = ()
+    ):
         try:
             import orbax.checkpoint as ocp
         except ImportError as error:
             raise SettingError("checkpoint=... needs Orbax: install the `checkpoint` extra.") from error
         logging.getLogger("absl").setLevel(logging.ERROR)
-        self._ocp, self.identity, self._together = ocp, dict(identity), together
+        self._ocp, self.identity, self._together, self._first = ocp, identity, together, digest(first)
         self.folder = Path(folder).absolute()
         if self.folder.exists() and not self.folder.is_dir():
             raise SettingError(f"checkpoint={str(folder)!r} is a file; expected a folder, or a path to make one at.")
@@ -83,7 +86,8 @@ class Keeper:
         if stop is None and not (agreed(due) if self._together else due):
             return
         meta = {
-            "identity": self.identity,
+            "identity": self.identity._asdict(),
+            "first": self._first,
             "decay": schedule.decay,
             "reason": schedule.reason.name,
             "early": schedule.early,
@@ -108,7 +112,7 @@ class Keeper:
         Raises:
             LoadError: if the folder belongs to another fit, or none of its checkpoints can be read.
         """
-        failures = []
+        failures: list[int] = []
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
                 progress = self._read(step, inputs, state, schedule)
@@ -120,6 +124,8 @@ class Keeper:
                 continue
             for broken in failures:
                 self._manager.delete(broken)
+            if progress is None:
+                self.clear()
             return progress
         if failures:
             raise LoadError(
@@ -128,20 +134,33 @@ class Keeper:
             )
         return None
 
+    def check(self) -> None:
+        """Refuses a folder of another fit, before anything is done that takes long."""
+        for step in self._manager.all_steps():
+            try:
+                meta = self._meta(step)
+            except Exception:
+                continue  # `read` will say so
+            self.identity.check(meta["identity"], self.folder)
+
     def clear(self) -> None:
         """Deletes all checkpoints: those of an attempt that failed."""
         for step in self._manager.all_steps():
             self._manager.delete(step)
 
-    def _read(self, step: int, inputs: Inputs, state: State, schedule: Schedule) -> Progress:
-        restore, json = self._ocp.args.StandardRestore, self._ocp.args.JsonRestore
-        meta = self._manager.restore(step, args=self._ocp.args.Composite(meta=json()))["meta"]
-        for key, value in self.identity.items():
-            if meta["identity"].get(key) != value:
-                raise LoadError(
-                    f"The checkpoints in {str(self.folder)!r} are of another fit. Its {key}:\n{meta['identity'].get(key)}\n"
-                    f"that of this fit:\n{value}\nGive another folder, or delete this one."
-                )
+    def _meta(self, step: int) -> dict[str, Any]:
+        return self._manager.restore(step, args=self._ocp.args.Composite(meta=self._ocp.args.JsonRestore()))["meta"]
+
+    def _read(self, step: int, inputs: Inputs, state: State, schedule: Schedule) -> Progress | None:
+        restore, meta = self._ocp.args.StandardRestore, self._meta(step)
+        self.identity.check(meta["identity"], self.folder)
+        if meta["first"] != self._first:
+            warnings.warn(
+                f"The checkpoints in {str(self.folder)!r} started from other weights than those there are now: training "
+                "starts anew.",
+                stacklevel=2,
+            )
+            return None
         plain = _plain(state)
         found = self._manager.restore(
             step,
@@ -159,14 +178,6 @@ class Keeper:
         history = {name: np.asarray(values, np.float64) for name, values in found["history"].items()}
         again = plain._replace(key=jax.random.wrap_key_data(plain.key))
         return Progress(inputs._replace(units=units, paces=paces), again, history["elbos"], history["seconds"], stop)
-
-
-def digest(arrays: Sequence[np.ndarray]) -> str:
-    """A short text that differs where arrays do."""
-    found = hashlib.sha256()
-    for array in arrays:
-        found.update(np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()[:16]
 
 
 def _plain(state: State) -> State:

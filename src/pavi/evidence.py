@@ -12,6 +12,7 @@ over them. For one member,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -347,10 +348,10 @@ def normals_of_tile(weighed: Weighed, top: Top, mixed: list[Array], step: Array)
     return jnp.concatenate([weighed.normal.at[:, : mean.shape[1]].add(mean), slopes.reshape(len(mean), -1)], 1)
 
 
-@quick_jit(static_argnums=(1,))
-def joined_tiles(parts: list[Array], count: int) -> Array:
-    """What tiles of members have, for as many members as there are."""
-    return jnp.concatenate(parts)[:count]
+@partial(jax.jit, donate_argnums=0)
+def with_tile(whole: Array, part: Array, index: Array) -> Array:
+    """What members have, with that of a tile of them put in its place. A member that is there twice has the same twice."""
+    return whole.at[index].set(part)
 
 
 @quick_jit(static_argnums=(0, 1))

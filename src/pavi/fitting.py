@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,15 +17,16 @@ from jaxtyping import PRNGKeyArray
 
 from pavi import storage
 from pavi.cascade import Study
-from pavi.checkpoint import digest
 from pavi.compiling import finish_tracing
-from pavi.data import Observations, some_of
+from pavi.data import Observations
 from pavi.errors import ModelError, SettingError
 from pavi.evidence import marginal_of
-from pavi.families import Family, Joint, Polished, Reading, Units, Weights, outside
+from pavi.families import Family, Joint, Normal, Polished, Reading, Units, Weights, outside
+from pavi.identity import identity_of_study
 from pavi.journal import Journal
 from pavi.members import Members
 from pavi.passes import centers_ahead
+from pavi.planning import folder_of
 from pavi.polishing import polish
 from pavi.posterior import Posterior, seed_of
 from pavi.reading import check_batch, check_counts, read_study
@@ -287,17 +288,20 @@ class Polisher:
         check_counts(how.steps or None, how.num_particles, None)
         batch = check_batch(template, setting.batch if how.batch is None else how.batch, base)
         self.how, self.family, self.progress_bar = how, Polished(base, marginal), setting.progress_bar
-        journal = None
-        if setting.checkpoint is not None:
-            folder = Path(setting.checkpoint) / "polishing"
-            data = digest([setting.seed, *some_of(template, observations)])
-            journal = Journal(folder / "looks", f"{template}\n{marginal}\n{data}")
-            setting = setting._replace(checkpoint=folder / "training")
-        self.members = Members(study, marginal, arguments, observations, units, setting.seed, journal)
+        self._seed, self._journal, own_folder = setting.seed, None, setting.polishing
+        if own_folder is not None and setting.identity is not None:
+            self._journal = Journal(own_folder / "search", setting.identity.and_also(polishing=str(marginal)))
+            setting = setting._replace(checkpoint=own_folder / "training")
+        if setting.folder is not None:  # rows of the fit before stay as they are
+            setting = setting._replace(folder=folder_of(os.path.join(setting.folder, "polishing")))
+        self._members = partial(Members, study, marginal, arguments, observations, units, setting.seed, self._journal)
+        self._begun: Members | None = None
         self._centering: Future | None = None
-        if not observations.stored and not setting.rows_on_host:
-            known = study, setting.family, tuple(outside(template)), arguments, observations.arrays, units
-            self._centering = centers_ahead(*known, seed_of(0))
+        if self._journal is None or not self._journal.ended:
+            self._begun = self._members()
+            if not observations.stored and not setting.rows_on_host:
+                known = study, setting.family, tuple(outside(template)), arguments, observations.arrays, units
+                self._centering = centers_ahead(*known, seed_of(0))
         self.refinement: Refinement | None = None
         if marginal.inner is not None and how.steps != 0:
             setting = setting._replace(
@@ -309,25 +313,37 @@ class Polisher:
 
     def run(self, fit: Fit, started: float) -> Fit:
         """A polished fit. `started` is when its own seconds begin."""
-        template, units = fit.template, fit._units
-        if self._centering is not None:
-            self._centering.exception()  # waits; what went wrong will again
-        center = fit._centers(tuple(outside(template)), {plate.name: np.zeros(1, np.int64) for plate in template.plates})
+        units, steps = fit._units, len(fit.history["step"]) if self.how.steps is None else self.how.steps
+        if self.refinement is not None:
+            self.refinement.check(steps)
+        normal = None if self._journal is None else self._journal.outcome()
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(self._first_weights, fit)
-            normal = polish(self.members, center, units, self.progress_bar)
+            if normal is None:
+                normal = self._search(fit)
         if normal is None:
             return fit
         weights = self.family.add(first.result(), normal)
         if self.refinement is None:
             return Fit(fit._outcome._replace(trained=Reading(self.family, weights)))
-        steps = len(fit.history["step"]) if self.how.steps is None else self.how.steps
         outcome = self.refinement.run(weights, units, steps, started)
         history = {
             name: np.concatenate([fit.history[name], fit.history[name][-1] * (name != "elbo") + new])
             for name, new in outcome.history.items()
         }
         return Fit(outcome._replace(history=history))
+
+    def _search(self, fit: Fit) -> Normal | None:
+        """What polishing finds, if members' posteriors allow it."""
+        members = self._members() if self._begun is None else self._begun
+        if self._centering is not None:
+            self._centering.exception()  # waits; what went wrong will again
+        one_each = {plate.name: np.zeros(1, np.int64) for plate in fit.template.plates}
+        center = fit._centers(tuple(outside(fit.template)), one_each)
+        normal, settled = polish(members, center, fit._units, self.progress_bar)
+        if normal is not None and settled and self._journal is not None:
+            self._journal.end(normal)
+        return normal
 
     def _first_weights(self, fit: Fit) -> Weights:
         """Weights of the latents further inside to train on from: those of a fit, if they are of the same family."""
@@ -337,7 +353,7 @@ class Polisher:
             family = family.base
         if family == self.family.base:
             return weights
-        rng = np.random.default_rng(self.members.seed)
+        rng = np.random.default_rng(self._seed)
         return self.family.base.init(fit.template, rng, fit._observations.everything, frozenset())
 
 
@@ -360,6 +376,8 @@ def fit_study(study: Study, arguments: Any, observations: Observations, setting:
         if how is not None:
             polishers.append(Polisher(study, arguments, observations, inputs.units, setting, how))
 
+    if setting.checkpoint is not None:
+        setting = setting._replace(identity=identity_of_study(study, arguments, observations, setting.seed))
     try:
         fit = Fit(train_study(study, arguments, observations, setting, prepared))
         if not polishers or fit.stop is Stop.INTERRUPTED:
@@ -367,7 +385,8 @@ def fit_study(study: Study, arguments: Any, observations: Observations, setting:
         try:
             return polishers[0].run(fit, time.perf_counter())
         except KeyboardInterrupt:
-            warnings.warn("Polishing was interrupted: this is the fit before it. `fit.polish()` polishes it.", stacklevel=3)
+            then = "`fit.polish()` polishes it" if setting.checkpoint is None else "the same call goes on where it was"
+            warnings.warn(f"Polishing was interrupted: this is the fit before it; {then}.", stacklevel=3)
             fit.stop = Stop.INTERRUPTED
             return fit
     finally:

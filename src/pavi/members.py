@@ -22,12 +22,12 @@ from pavi.evidence import (
     Weighed,
     climb_tile,
     draw_tile,
-    joined_tiles,
     lean_tile,
     look_outside,
     normals_of_tile,
     sum_tile,
     weigh_tile,
+    with_tile,
 )
 from pavi.families import Units
 from pavi.inner import Marginal
@@ -88,8 +88,8 @@ class Members:
         index = np.zeros(tile, np.int32)
         top = Top(array(tile, own), array(tile, own, own), array(tile, own), array(tile))
         # Nothing is read here: what is waited for now, the fit would wait for.
-        inside = jax.eval_shape(lambda: self._data(index))
-        outside = jax.eval_shape(lambda: self._without_plate(self._data(index[:1])))
+        inside = self._data_shapes(tile)
+        outside = jax.eval_shape(self._without_plate, self._data_shapes(1))
         start, rest = (self.study, self.marginal, self.arguments), (self.seed, theta)
         mixed, draws = array(tile, size), self.marginal.draws
         drawn = Draws(array(tile, draws, own), array(tile, draws), array(tile, own, own), array(tile, own))
@@ -101,7 +101,7 @@ class Members:
             in_background(climb_tile, *start, inside, *rest, index, array(tile, own)),
             in_background(draw_tile, *start, inside, *rest, index, top),
             in_background(normals_of_tile, weighed, top, [mixed] * own, theta),
-            in_background(joined_tiles, [array(tile, own * (1 + own + size))] * -(-self.count // tile), self.count),
+            in_background(with_tile, *(array(rows, own * (1 + own + size)) for rows in (self.count, tile)), index),
             in_background(look_outside, *start, outside, *rest),
             in_background(sum_tile, weighed, mixed, index > 0),
         ]
@@ -143,11 +143,11 @@ class Members:
         told = None if self.journal is None else self.journal.next(theta, len(members))
         if told is not None:
             self.found = _Told(theta, self.values.copy()) if len(members) == self.count else []
-            total, self.values[...] = told
+            total, self.values[members] = told
         else:
             total = self._look(theta, members, bar)
             if self.journal is not None:
-                self.journal.add(theta, len(members), total, self.values)
+                self.journal.add(theta, total, self.values[members])
         return total
 
     def _look(self, theta: np.ndarray, members: np.ndarray, bar: tqdm | None = None) -> Look:
@@ -181,17 +181,18 @@ class Members:
 
         Numbers of each as in `pavi.families.polished`.
         """
-        step, parts = np.asarray(moved, self.values.dtype), []
+        step, own = np.asarray(moved, self.values.dtype), self.values.shape[1]
         if isinstance(self.found, _Told):
             self.values[...] = self.found.values
             self._look(self.found.theta, np.arange(self.count))
         assert not isinstance(self.found, _Told)
+        found = jnp.zeros((self.count, own * (1 + own + len(step))), self.values.dtype)
         for index, top, weighed in self.found:
             start = (*self._start(index, theta), index, top.values)
-            units = np.eye(self.values.shape[1], dtype=self.values.dtype)
+            units = np.eye(own, dtype=self.values.dtype)
             mixed = [lean_tile(*start, np.broadcast_to(unit, top.values.shape)) for unit in units]
-            parts.append(normals_of_tile(weighed, top, mixed, step))
-        return joined_tiles(parts, self.count)
+            found = with_tile(found, normals_of_tile(weighed, top, mixed, step), index)
+        return found
 
     def known(self) -> tuple[np.ndarray, list | _Told]:
         """What the last look found, to be recalled after a look elsewhere that is not to count."""
@@ -213,6 +214,16 @@ class Members:
             name: take(array, tuple(indices[each] for each in levels[name]))
             for name, array in self.observations.everything.items()
         }
+
+    def _data_shapes(self, count: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the data of so many members."""
+        template, found = self.study.template, {}
+        sizes = {p.name: count if p.name == self.marginal.plate else p.size for p in template.plates}
+        for name, array in self.observations.everything.items():
+            level = template.site(name).level
+            shape = (*(sizes[plate] for plate in level), *array.shape[len(level) :])
+            found[name] = jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(array.dtype))
+        return found
 
     def _without_plate(self, data: dict[str, Any]) -> dict[str, Any]:
         """The data of one member, without the axis of its plate."""

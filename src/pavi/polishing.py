@@ -48,8 +48,8 @@ FEWEST_COUNTING = 0.5
 SOLVING_CORES = 1
 
 
-def polish(members: Members, theta: np.ndarray, units: Units, progress_bar: bool) -> Normal | None:
-    """The posterior of what is outside of plates, and of the members' latents, as normal distributions.
+def polish(members: Members, theta: np.ndarray, units: Units, progress_bar: bool) -> tuple[Normal | None, bool]:
+    """The posterior of what is outside of plates, and of the members' latents, as normal distributions; whether it settled.
 
     None, with a warning, where members' posteriors are too far from normal for that.
 
@@ -77,7 +77,7 @@ class _Search:
         self.order = np.random.default_rng(0).permutation(members.count)
         self.looked_at = min(max(FIRST_MEMBERS * len(self.center), FIRST_IN_ALL), members.count)
 
-    def run(self, theta: np.ndarray) -> Normal | None:
+    def run(self, theta: np.ndarray) -> tuple[Normal | None, bool]:
         here = self._newton(self._first(theta.astype(np.float64)))
         last: _Newton | None = None
         before = np.inf
@@ -110,14 +110,15 @@ class _Search:
                 "latents further inside.",
                 stacklevel=4,
             )
-            return None
+            return None, False
         if unsettled:
             warnings.warn(
                 f"Polishing ended with a step to go that would move a number by {moved:.1f} posterior standard deviations: "
                 "the posterior may not be settled. Train longer before polishing, or polish again.",
                 stacklevel=4,
             )
-        return Normal(here.theta + step, np.linalg.cholesky(here.covariance), self.members.posteriors(here.theta, step))
+        factor, found = np.linalg.cholesky(here.covariance), self.members.posteriors(here.theta, step)
+        return Normal(here.theta + step, factor, found), not unsettled
 
     def _first(self, theta: np.ndarray) -> _Place:
         """Where the search begins: where the fit is, but for sites that the evidence would rather have at their start.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,17 +14,18 @@ import optax
 
 from pavi.branch import fit_runs
 from pavi.cascade import Study
-from pavi.checkpoint import digest
-from pavi.data import Observations, some_of
+from pavi.data import Observations
 from pavi.errors import SettingError
 from pavi.families import Family
-from pavi.inner import inner_of
+from pavi.identity import Identity, digest
+from pavi.inner import Inner, inner_of
 from pavi.packing import FORMAT
 from pavi.reading import members_per_step
 from pavi.schedule import Schedule
 from pavi.sharding import Sharded, sharded
 from pavi.stepping import Problem, State
 from pavi.streaming import runner
+from pavi.template import Template
 
 
 class Setting(NamedTuple):
@@ -47,13 +49,19 @@ class Setting(NamedTuple):
     inner_points: int = 0
     streamed: bool = True
     """Whether data in host memory are read step by step; if not, several devices are given their parts."""
+    identity: Identity | None = None
+    """What makes the study the same, if there are checkpoints."""
+
+    @property
+    def polishing(self) -> Path | None:
+        """Where a polished fit keeps what it has come to."""
+        return None if self.checkpoint is None else Path(self.checkpoint) / "polishing"
 
 
 def problem_of(study: Study, setting: Setting, optimizers: tuple, early: bool, pace: float) -> tuple[Problem, Schedule]:
     """The problem that a setting poses for a study, and its schedule. Rates start high with `early`, all times `pace`."""
     inner = inner_of(study.template, setting.inner_points)
-    chosen, load = members_per_step(study.template, setting.batch, setting.num_particles, inner)
-    chosen, runs = fit_runs({plate.name: plate.size for plate in study.template.plates}, chosen, setting.runs or {})
+    chosen, runs, load = _per_step(study.template, setting, inner)
     problem = Problem(study, setting.family, tuple(chosen.items()), setting.num_particles, *optimizers)
     problem = _checked(dataclasses.replace(problem, runs=tuple(runs.items()), inner=inner))
     if setting.rows_on_host:
@@ -64,6 +72,12 @@ def problem_of(study: Study, setting: Setting, optimizers: tuple, early: bool, p
         chosen = {plate: min(count, problem.sizes[plate]) for plate, count in problem.batch}
     decays = setting.optimizer is None
     return problem, Schedule(study.template, chosen, setting.steps, decays=decays, load=load, early=early, pace=pace)
+
+
+def _per_step(template: Template, setting: Setting, inner: Inner | None) -> tuple[dict[str, int], dict[str, int], float]:
+    """Members per step of each plate, how many of them side by side, and what share that is of what a step can afford."""
+    chosen, load = members_per_step(template, setting.batch, setting.num_particles, inner)
+    return *fit_runs({plate.name: plate.size for plate in template.plates}, chosen, setting.runs or {}), load
 
 
 def _checked(problem: Problem) -> Problem:
@@ -90,24 +104,24 @@ def runner_of(
     return Sharded(problem, observations.stored, setting.streamed, schedule.short)
 
 
-def identity_of(problem: Problem, setting: Setting, observations: Observations) -> dict[str, str]:
+def identity_of(problem: Problem, setting: Setting) -> Identity:
     """What two calls of `fit` must agree in for one to go on where the other stopped."""
-    return {
-        "format": str(FORMAT),
-        "model": str(problem.template),
-        "family": repr(problem.family),
-        "batch": str(dict(problem.batch)),
-        "runs": str(dict(problem.runs)),
-        "optimizer": "the default" if setting.optimizer is None else _recipe(setting.optimizer),
-        "steps": str(setting.steps),
-        "number of particles": str(problem.num_particles),
-        "inner points": str(setting.inner_points),
-        "number of starts": str(setting.starts),
-        "random key": str(setting.seed.tolist()),
-        "starting values": digest([np.asarray(start.value) for _, start in sorted(setting.values.items())]),
-        "data": digest(some_of(problem.template, observations)),
-        "rows": "one after the other" if problem.shards is None else problem.shards.layout,
-    }
+    assert setting.identity is not None
+    # As they were asked for: several devices may take some more members each.
+    chosen, runs, _ = _per_step(problem.template, setting, problem.inner)
+    return setting.identity.and_also(
+        format=str(FORMAT),
+        family=repr(problem.family),
+        batch=str(chosen),
+        runs=str(runs),
+        optimizer="the default" if setting.optimizer is None else _recipe(setting.optimizer),
+        steps=str(setting.steps),
+        number_of_particles=str(problem.num_particles),
+        inner_points=str(setting.inner_points),
+        number_of_starts=str(setting.starts),
+        starting_values=digest([np.asarray(start.value) for _, start in sorted(setting.values.items())]),
+        rows="one after the other" if problem.shards is None else problem.shards.layout,
+    )
 
 
 def _recipe(optimizer: optax.GradientTransformation) -> str:

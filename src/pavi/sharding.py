@@ -52,6 +52,12 @@ def split_along(template: Template, devices: int | Mapping[str, int], inner: Inn
         raise SettingError(
             f"devices={devices!r}: expected a number up to {found}, the devices there are, or one plate with it."
         )
+    idle = set(range(jax.process_count())) - {device.process_index for device in jax.devices()[:count]}
+    if idle:
+        raise SettingError(
+            f"devices={devices!r}: {len(idle)} of the {jax.process_count()} processes would have none. Take all "
+            f"{jax.device_count()} (devices=jax.device_count()), or start fewer processes."
+        )
     sizes = {plate.name: plate.size for plate in template.plates}
     unknown = [plate for plate in named if plate not in sizes]
     if unknown:

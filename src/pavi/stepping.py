@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Mapping
-from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,22 +23,19 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from pavi import data as observed_data
 from pavi import rows as row_ops
-from pavi.branch import Branch, draw_branch, fixed_branch
-from pavi.cascade import Draw, Study, cascade, draw_prior
-from pavi.compiling import in_background, quick_jit
+from pavi.branch import Branch, draw_branch
+from pavi.cascade import Study, cascade
 from pavi.elbo import reduced_elbo
 from pavi.families import Family, Glimpse, Joint, Units, Weights
 from pavi.inner import Inner
 from pavi.mesh import SHARD, Shards
-from pavi.prior import Prior
 from pavi.sources import Stored
-from pavi.template import Level, Site, Template
+from pavi.template import Level, Template
 
 # A number of a gradient counts as at most this many times what it usually is: a draw far off its posterior may have one that
 # is larger by many orders, and Adam would take no more steps until it has forgotten it.
 LARGEST_SURPRISE = 30.0
 SHARED_RATE = 5e-3
-PRIOR_DRAWS = 256
 
 
 def _adam(b1: float, b2: float) -> optax.GradientTransformation:
@@ -148,10 +144,17 @@ def default_optimizers(row_rate: float) -> tuple[optax.GradientTransformation, o
 
 def init(problem: Problem, data: Mapping[str, Any], seed: np.ndarray, start: int = 0) -> State:
     """The state before the first step. `seed` is the data of a JAX key; other starts have other weights."""
-    if problem.hosted or problem.shards is not None:  # what is read piece by piece gives rows on the host
-        data = {name: array if isinstance(array, Stored) else Stored(array) for name, array in data.items()}
-    weights = problem.family.init(problem.template, np.random.default_rng([*seed, start]), data, problem.whole)
+    weights = problem.family.init(
+        problem.template, np.random.default_rng([*seed, start]), in_pieces(problem, data), problem.whole
+    )
     return place(problem, weights, seed)
+
+
+def in_pieces(problem: Problem, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Data to be read piece by piece, which gives rows on the host, where the device is not to hold all of them."""
+    if not problem.hosted and problem.shards is None:
+        return data
+    return {name: array if isinstance(array, Stored) else Stored(array) for name, array in data.items()}
 
 
 def place(problem: Problem, weights: Weights, seed: np.ndarray) -> State:
@@ -200,70 +203,6 @@ def _first_state(
 
 
 first_state = jax.jit(_first_state, static_argnums=(0, 1), donate_argnums=2)
-
-
-def prior_units(
-    study: Study, arguments: Any, data: dict[str, Array], seed: np.ndarray, values: Mapping[str, Any] = MappingProxyType({})
-) -> Units:
-    """Center and spread of each latent, by drawing from the prior for a few members spread over the plates.
-
-    Sites with given `values` are centered there, and the others where the prior puts them then.
-    """
-    draws = draws_of_prior(study, arguments, data, seed, values)
-    center, spread = {}, {}
-    for name, drawn in draws.items():
-        low, middle, high = np.nanquantile(np.asarray(drawn), [0.16, 0.5, 0.84], axis=0)
-        half = (high - low) / 2
-        usable = np.isfinite(half) & (half > 0)
-        center[name] = np.where(np.isfinite(middle), middle, 0.0).astype(drawn.dtype)
-        spread[name] = np.where(usable, half, 1.0).astype(drawn.dtype)
-    return Units(center, spread, spread)
-
-
-def draws_of_prior(
-    study: Study, arguments: Any, data: dict[str, Array], seed: np.ndarray, values: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Array]:
-    """Unconstrained draws of every latent from the prior, with some sites held at given values."""
-    return _draws_of_prior(study, arguments, data, seed, *_held_at(study.template, values))
-
-
-def prior_ahead(study: Study, arguments: Any, data: dict[str, Array], seed: np.ndarray) -> Future:
-    """Compiles `draws_of_prior` in the background."""
-    return in_background(_draws_of_prior, study, arguments, data, seed, *_held_at(study.template, {}))
-
-
-def _held_at(template: Template, values: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A value for every latent, and which of them count: whichever do, they are arguments of one compiled function."""
-    dtype = jnp.result_type(float)
-    latents = template.latents
-    held = {site.name: np.asarray(values.get(site.name, np.zeros(site.size)), dtype).reshape(-1) for site in latents}
-    return held, {site.name: np.asarray(site.name in values) for site in latents}
-
-
-@quick_jit(static_argnums=(0,))
-def _draws_of_prior(
-    study: Study,
-    arguments: Any,
-    data: dict[str, Array],
-    seed: Array,
-    values: dict[str, Array],
-    counts: dict[str, Array],
-) -> dict[str, Array]:
-    template = study.template
-
-    def sampler(site: Site, prior: Prior, encoding: Any, given: Mapping[str, Draw], key: PRNGKeyArray) -> Draw:
-        drawn = draw_prior(site, prior, encoding, given, key)
-        return drawn._replace(value=jnp.where(counts[site.name], values[site.name], drawn.value))
-
-    def one(k: Int[Array, ""]) -> dict[str, Array]:
-        indices = {plate.name: (k * plate.size // PRIOR_DRAWS)[None] for plate in template.plates}
-        branch = fixed_branch(indices)
-        sliced = observed_data.at_branch(template, data, branch, frozenset()) if data else {}
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed), k)
-        found = cascade(study, arguments, sampler, {}, branch, sliced, key, predict=not data)
-        return {name: value.reshape(-1) for name, value in found.unconstrained.items()}
-
-    return jax.vmap(one)(jnp.arange(PRIOR_DRAWS))
 
 
 def drawn_at(problem: Problem, key: PRNGKeyArray, number: Int[Array, ""]) -> tuple[Branch, PRNGKeyArray]:

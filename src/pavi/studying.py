@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ import numpy as np
 import optax
 
 from pavi.cascade import Study
-from pavi.checkpoint import Keeper, Progress, digest
+from pavi.checkpoint import Keeper, Progress
 from pavi.data import Observations, in_all
 from pavi.families import Reading, Units, Weights
 from pavi.planning import free_memory, pull_bytes
@@ -95,7 +96,7 @@ def _attempt(
             spreads_ahead(study, arguments, observations.everything)
         prepared(inputs)
     run = once_compiled(runner_of(problem, observations, schedule, setting), compiling)
-    keeper, progress = _keeper(problem, setting, observations), None
+    keeper, progress = _keeper(problem, setting), None
     if keeper is not None and pace == PACES[0]:
         progress = keeper.read(inputs, state, schedule)
     elif keeper is not None:
@@ -103,7 +104,10 @@ def _attempt(
     if progress is not None:
         inputs, state = progress.inputs, progress.state
     else:
-        inputs = inputs._replace(units=started_units(problem, inputs, inputs.data, setting.seed, setting.values))
+        if setting.polishing is not None:  # of a fit that is no more
+            shutil.rmtree(setting.polishing, ignore_errors=True)
+        data = {} if observations.stored else observations.arrays
+        inputs = inputs._replace(units=started_units(problem, inputs, data, setting.seed, setting.values))
         if setting.starts > 1:
             inputs, state = best_start(
                 problem,
@@ -123,12 +127,11 @@ def _attempt(
     return problem, inputs, _train(problem, inputs, state, schedule, setting, keeper, progress, run)
 
 
-def _keeper(problem: Problem, setting: Setting, observations: Observations, *first: np.ndarray) -> Keeper | None:
+def _keeper(problem: Problem, setting: Setting, *first: np.ndarray) -> Keeper | None:
     """What keeps checkpoints, if any are wanted, of training that starts from the first weights, if these are given."""
     if setting.checkpoint is None:
         return None
-    identity = identity_of(problem, setting, observations) | ({"first weights": digest(first)} if first else {})
-    return Keeper(setting.checkpoint, identity, together=problem.shards is not None)
+    return Keeper(setting.checkpoint, identity_of(problem, setting), problem.shards is not None, first)
 
 
 def _train(
@@ -173,6 +176,12 @@ class Refinement:
         inputs = inputs_of(self._problem, self._arguments, self._observations, units)
         self._compiling = compile_ahead(self._problem, inputs, self._observations, self._setting.seed, self._quick)
 
+    def check(self, steps: int | None) -> None:
+        """Refuses checkpoints of another fit, before there are weights to train on from."""
+        keeper = _keeper(self._problem, self._setting._replace(steps=steps))
+        if keeper is not None:
+            keeper.check()
+
     def run(self, weights: Weights, units: Units, steps: int | None, started: float) -> Outcome:
         """Trains on from these weights, for so many steps, or until the ELBO has settled."""
         setting = self._setting._replace(steps=steps)
@@ -189,7 +198,7 @@ class Refinement:
         copied = jax.tree.map(np.array if problem.hosted else jnp.array, weights._replace(memory=memory))
         state = place(problem, copied, setting.seed)
         run = once_compiled(runner(problem, self._observations.stored, self._quick), self._compiling)
-        keeper = _keeper(problem, setting, self._observations, np.asarray(weights.shared))
+        keeper = _keeper(problem, setting, np.asarray(weights.shared))
         progress = None if keeper is None else keeper.read(inputs, state, schedule)
         if progress is not None:
             inputs, state = progress.inputs, progress.state

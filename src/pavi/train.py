@@ -41,13 +41,12 @@ from pavi.stepping import (
     Inputs,
     Problem,
     State,
-    draws_of_prior,
     first_state,
+    in_pieces,
     init,
     place,
-    prior_ahead,
-    prior_units,
 )
+from pavi.units import draws_of_prior, prior_ahead, prior_units
 
 # Cores that the search for one start uses: threads of one that wait for each other would wait for compilers too.
 CLUSTERING_CORES = 1
@@ -149,7 +148,8 @@ def informed(problem: Problem, inputs: Inputs, state: State, observations: Obser
     if shards is not None:  # what they hold so far is not looked at: it stays on the devices
         sizes = problem.template.sizes
         rows = {level: np.broadcast_to(np.zeros((), r.dtype), (*sizes(level), r.shape[-1])) for level, r in rows.items()}
-    found = problem.family.inform(problem.study, inputs.arguments, observations.everything, inputs.units, rows)
+    data = in_pieces(problem, observations.everything)
+    found = problem.family.inform(problem.study, inputs.arguments, data, inputs.units, rows)
     if found is rows:
         return state
     if shards is not None:

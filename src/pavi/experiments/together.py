@@ -19,7 +19,8 @@ from pavi.families import Family
 from pavi.posterior import Posterior, seed_of
 from pavi.reading import read_study
 from pavi.schedule import Schedule
-from pavi.stepping import Inputs, Problem, State, init, prior_units
+from pavi.stepping import Inputs, Problem, State, init
+from pavi.units import prior_units
 
 # Training is timed in so many parts.
 PARTS = 50
