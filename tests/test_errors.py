@@ -229,12 +229,19 @@ def test_a_model_that_is_never_finite():
     fails(pavi.TrainingError, "not finite, so nothing was learned", model)
 
 
-def test_memory_that_runs_out(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "where"),
+    [
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 28.34GiB"), "device"),
+        (MemoryError("Unable to allocate 28.34GiB"), r"host \(Unable to allocate 28.34GiB\)"),
+    ],
+)
+def test_memory_that_runs_out(error, where, monkeypatch):
     def full(*args):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 28.34GiB")
+        raise error
 
     monkeypatch.setattr("pavi.api.fit_study", full)
-    message = fails(pavi.SettingError, "Memory ran out")
+    message = fails(pavi.SettingError, f"Memory of the {where} ran out")
     assert "device in all" in message
     assert "placement=folder" in message
 

@@ -3,9 +3,13 @@
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 
 from pavi.identity import BLOCK, Identity, checksum, digest
+from pavi.reading import read_study
+from pavi.units import densities_of_prior
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.uint8, bool])
@@ -33,3 +37,21 @@ def test_log_densities_are_compared_up_to_rounding_and_what_is_not_known_not_at_
     assert one.difference(Identity({"batch": "5"}, {"x": -100.01, "mu": np.nan})) is None
     assert "Its batch:\n6" in one.difference(Identity({"batch": "6"}, {}))
     assert "'x' is usually -101" in one.difference(Identity({}, {"x": -101.0}))
+
+
+def test_data_that_cannot_be_drawn_have_no_log_density():
+    class Told(dist.Normal):
+        def sample(self, key, sample_shape=()):
+            raise NotImplementedError
+
+    def model(kind):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("item", 3):
+            numpyro.sample("x", kind(mu, 1))
+
+    def densities(kind):
+        study, arguments, _ = read_study(model, {"x": np.zeros(3)}, (kind,), None)
+        return densities_of_prior(study, arguments, np.zeros(2, np.uint32))
+
+    assert densities(Told) == {}
+    assert densities(dist.Normal).keys() == {"mu", "x"}

@@ -29,6 +29,16 @@ def model():
             numpyro.sample("x", dist.Normal(each, 1).to_event(1))
 
 
+def nested(groups=20):
+    """One number outside of plates, which data tell little of."""
+    tau = numpyro.sample("tau", dist.LogNormal(0, 0.5))
+    with numpyro.plate("group", groups, dim=-2):
+        theta = numpyro.sample("theta", dist.Normal(0, tau))
+        with numpyro.plate("point", 6, dim=-1):
+            each = numpyro.sample("each", dist.Normal(theta, 1))
+            numpyro.sample("x", dist.Normal(each, 1))
+
+
 @pytest.fixture(scope="module")
 def on_device():
     return pavi.fit(model, {"x": X}, **SETTINGS)
@@ -94,17 +104,8 @@ def test_starting_values_where_data_lie_in_two_places(tmp_path):
 
 def test_polishing_leaves_the_rows_of_the_fit_before_it(tmp_path, monkeypatch):
     """Memory maps of both lie in one folder; Ctrl-C at the end of polishing gives back the fit before it."""
-
-    def pairs():
-        tau = numpyro.sample("tau", dist.LogNormal(0, 0.5))
-        with numpyro.plate("group", 20, dim=-2):
-            theta = numpyro.sample("theta", dist.Normal(0, tau))
-            with numpyro.plate("point", 6, dim=-1):
-                each = numpyro.sample("each", dist.Normal(theta, 1))
-                numpyro.sample("x", dist.Normal(each, 1))
-
     settings = SETTINGS | {"steps": 50}
-    alone = pavi.fit(pairs, {"x": X[..., 0]}, placement=tmp_path / "alone", **settings)
+    alone = pavi.fit(nested, {"x": X[..., 0]}, placement=tmp_path / "alone", **settings)
     report, calls = studying.report, []
 
     def interrupted(trained):
@@ -116,15 +117,45 @@ def test_polishing_leaves_the_rows_of_the_fit_before_it(tmp_path, monkeypatch):
     monkeypatch.setattr(studying, "report", interrupted)
     with pytest.warns(UserWarning, match="the fit before it; `fit.polish"):
         before = pavi.fit(
-            pairs, {"x": X[..., 0]}, placement=tmp_path / "rows", polish={"num_draws": 8, "inner_points": 8}, **settings
+            nested, {"x": X[..., 0]}, placement=tmp_path / "rows", polish={"num_draws": 8, "inner_points": 8}, **settings
         )
     assert len(calls) == 2
     assert before.sample(20).identical(alone.sample(20))
 
 
-def test_several_devices_refuse_polishing():
-    with pytest.raises(pavi.PaviError, match="several devices cannot be polished"):
-        pavi.fit(model, {"x": X}, polish=True, devices=1, **SETTINGS)
+def test_a_fit_on_several_devices_is_polished_on_one():
+    settings = SETTINGS | {"steps": 60, "polish": {"num_draws": 32, "inner_points": 32}, "model_args": (100,)}
+    rng = np.random.default_rng(1)
+    x = (rng.normal(size=(100, 1)) + np.sqrt(2) * rng.normal(size=(100, 6))).astype(np.float32)
+    split, alone = (pavi.fit(nested, {"x": x}, devices=devices, **settings) for devices in (1, None))
+    assert len(split.history["step"]) == 120
+    found, expected = (np.log(fit.sample(1000, sites=["tau"])["tau"].values) for fit in (split, alone))
+    assert abs(found.mean() - expected.mean()) < 0.3 * expected.std()
+    assert found.std() == pytest.approx(expected.std(), rel=0.15)
+
+
+def test_the_plan_of_several_devices_is_that_of_each():
+    """Parts of 5 groups of 20: a quarter of data and rows, and what all devices have."""
+    ages = np.zeros((20, 1), np.float32)
+
+    def aged(ages):
+        with numpyro.plate("group", 20, dim=-2):
+            theta = numpyro.sample("theta", dist.Normal(numpyro.subsample(ages, event_dim=0), 1))
+            with numpyro.plate("point", 6, dim=-1):
+                numpyro.sample("x", dist.Normal(theta, 1))
+
+    settings = {"model_args": (ages,), "batch": {"group": 8, "point": 6}}
+    one, four = (pavi.plan(aged, {"x": X[..., 0]}, devices=devices, **settings) for devices in (None, 4))
+    x = X[..., 0].nbytes
+    assert (one.data_bytes, four.data_bytes) == (x + ages.nbytes, x / 4 + ages.nbytes)
+    assert four.rows_bytes == one.rows_bytes / 4
+    assert four.state_bytes - four.rows_bytes == one.state_bytes - one.rows_bytes
+    assert four.temporary_bytes == pytest.approx(one.temporary_bytes / 4)
+    assert "each of 4 devices" in str(four)
+    on_device = pavi.plan(aged, {"x": jnp.asarray(X[..., 0])}, devices=4, **settings)
+    assert on_device.data_bytes == four.data_bytes + x
+    with pytest.raises(pavi.SettingError, match="does not fit on the device"):
+        pavi.plan(aged, {"x": X[..., 0]}, devices=4, memory=four.state_bytes, **settings)
 
 
 def test_several_devices_refuse_hosted_rows():

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import optax
 import xarray as xr
 from jaxtyping import PRNGKeyArray
@@ -15,11 +16,11 @@ from pavi.data import observe, usual_runs
 from pavi.errors import SettingError
 from pavi.families import PAVI, Family
 from pavi.fitting import Fit, Polish, fit_study
-from pavi.planning import Place, device_memory, enough_memory, folder_of, make_plan, polished_family
+from pavi.planning import Place, enough_memory, folder_of, make_plan, polished_family
 from pavi.posterior import seed_of
 from pavi.reading import check_batch, check_counts, check_points, check_runs, read_model
 from pavi.setting import Setting
-from pavi.sharding import number_of
+from pavi.sharding import split_along
 from pavi.starting import unconstrain, usual_starts
 
 
@@ -98,16 +99,20 @@ def fit(
     template = study.template
     check_counts(steps, num_particles, starts)
     how = Polish.of(polish)
-    if how is not None and devices is not None:
-        raise SettingError("polish=...: a fit on several devices cannot be polished. Leave out `devices`.")
+    if how is not None and checkpoint is not None and jax.process_count() > 1:
+        raise SettingError(
+            f"polish=..., checkpoint=...: this is one of {jax.process_count()} processes, each of which would write what it "
+            "came to by polishing. Leave out one of the two; `fit.polish()` polishes a fit afterwards."
+        )
     family = PAVI() if family is None else family
     inner = check_points(inner_points, template, family)
     batch = check_batch(template, batch, family)
     check_runs(template, runs)
-    memory = device_memory() * number_of(devices)
     polished = polished_family(family, polish)
     starts = usual_starts(template) if starts is None else starts
-    planned = make_plan(template, arguments, data, family, batch, num_particles, memory, placement, inner, polished, starts)
+    shards = None if devices is None else split_along(template, devices, inner)
+    settings = num_particles, None, placement, inner, polished, starts, shards
+    planned = make_plan(template, arguments, data, family, batch, *settings)
     with enough_memory(planned):
         # Several devices are given their parts of what is in host memory; no device ever holds all of it.
         on_host = planned.data_place is Place.HOST or devices is not None

@@ -173,8 +173,8 @@ class Fit(Posterior):
         steps = max(len(self.history["step"]) // 10, 50) if steps is None else steps
         # There are few steps, so each sees more members.
         batch = {plate: min(UPDATE_BATCH * count, sizes[plate]) for plate, count in self.batch.items()}
-        hosted = any(isinstance(rows, np.ndarray) for rows in self._trained.weights.rows.values())
-        setting = Setting(family, batch, steps, 8, None, seed_of(rng_key), progress_bar, started, rows_on_host=hosted)
+        setting = Setting(family, batch, steps, 8, None, seed_of(rng_key), progress_bar, started)
+        setting = setting._replace(rows_on_host=self._rows_on_host)
         refinement = Refinement(study, arguments, observations, setting, frozen=bool(weights.rows))
         return Fit(refinement.run(weights, self._units, steps, started))
 
@@ -237,14 +237,20 @@ class Fit(Posterior):
         """
         how = Polish(steps, batch, num_particles, num_draws, inner_points, family)
         started = time.perf_counter()
-        rows = self._trained.weights.rows.values()
-        hosted = any(isinstance(each, np.ndarray) for each in rows)
         setting = Setting(self.family, self.batch, None, num_particles, None, seed_of(rng_key), progress_bar, started)
-        parts = self._study, self._arguments, self._observations, self._units
         try:
-            return Polisher(*parts, setting._replace(rows_on_host=hosted), how).run(self, started)
+            return self._polisher(setting, how).run(self, started)
         finally:
             finish_tracing()
+
+    def _polisher(self, setting: Setting, how: Polish) -> Polisher:
+        """What polishes this fit, on one device."""
+        setting = setting._replace(devices=None, rows_on_host=self._rows_on_host)
+        return Polisher(self._study, self._arguments, self._observations, self._units, setting, how)
+
+    @property
+    def _rows_on_host(self) -> bool:
+        return any(isinstance(rows, np.ndarray) for rows in self._trained.weights.rows.values())
 
 
 class Polish(NamedTuple):
@@ -373,17 +379,19 @@ def fit_study(study: Study, arguments: Any, observations: Observations, setting:
         marginal_of(study.template, how.num_draws, how.inner_points)  # what cannot be is refused before anything is trained
 
     def prepared(inputs: Inputs) -> None:
-        if how is not None:
+        # When several devices have trained, rows and data lie elsewhere.
+        if how is not None and setting.devices is None:
             polishers.append(Polisher(study, arguments, observations, inputs.units, setting, how))
 
     if setting.checkpoint is not None:
         setting = setting._replace(identity=identity_of_study(study, arguments, observations, setting.seed))
     try:
         fit = Fit(train_study(study, arguments, observations, setting, prepared))
-        if not polishers or fit.stop is Stop.INTERRUPTED:
+        if how is None or fit.stop is Stop.INTERRUPTED:
             return fit
         try:
-            return polishers[0].run(fit, time.perf_counter())
+            polisher = polishers[0] if polishers else fit._polisher(setting, how)
+            return polisher.run(fit, time.perf_counter())
         except KeyboardInterrupt:
             then = "`fit.polish()` polishes it" if setting.checkpoint is None else "the same call goes on where it was"
             warnings.warn(f"Polishing was interrupted: this is the fit before it; {then}.", stacklevel=3)

@@ -19,7 +19,9 @@ from pavi.errors import SettingError
 from pavi.families import PAVI, Family, Polished, Weights
 from pavi.families.pulling import pull_size, pulled_levels
 from pavi.inner import Inner, Marginal
+from pavi.mesh import Shards
 from pavi.reading import check_batch, check_points, members_per_step, split_arguments
+from pavi.sharding import split_plate
 from pavi.sources import is_stored
 from pavi.starting import usual_starts
 from pavi.stepping import State, default_optimizers, first_state
@@ -50,7 +52,7 @@ class Place(Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a fit will take. Printing it shows a table.
+    """What a fit will take. Printing it shows a table. With several devices bytes are those of each.
 
     Attributes:
         num_latents: latent numbers of the study.
@@ -67,6 +69,7 @@ class Plan:
         rows_place: where rows and the state of their optimizer lie.
         stored_bytes: of the data, those that do not come to the device whole.
         rows_bytes: of the state, those of the rows.
+        devices: over how many devices the study is split.
     """
 
     template: Template
@@ -84,6 +87,7 @@ class Plan:
     rows_place: Place
     stored_bytes: int
     rows_bytes: int
+    devices: int = 1
 
     @property
     def device_bytes(self) -> int:
@@ -107,7 +111,10 @@ class Plan:
             ("data", f"{_size(self.data_bytes)}, {self.data_place.value}"),
             ("weights, rows, optimizer", f"{_size(self.state_bytes)}, {self.rows_place.value}"),
             ("one step beside these", _size(self.temporary_bytes)),
-            ("device in all", f"{_size(self.device_bytes)} of {_size(self.memory)}"),
+            (
+                "device in all" if self.devices == 1 else f"each of {self.devices} devices",
+                f"{_size(self.device_bytes)} of {_size(self.memory)}",
+            ),
             ("read and written per step", _size(self.step_bytes)),
         ]
         width = max(len(name) for name, _ in rows)
@@ -128,6 +135,7 @@ def plan(
     polish: bool | Mapping[str, Any] = False,
     memory: int | None = None,
     placement: str | os.PathLike | None = None,
+    devices: int | Mapping[str, int] | None = None,
 ) -> Plan:
     """What `pavi.fit` with the same arguments will take; nothing is compiled, and nothing of the study's size allocated.
 
@@ -142,8 +150,9 @@ def plan(
         inner_points: as in `pavi.fit`.
         starts: as in `pavi.fit`.
         polish: as in `pavi.fit`.
-        memory: bytes the device has; by default what it says of itself.
+        memory: bytes the device has, or each of several; by default what it says of itself.
         placement: as in `pavi.fit`; by default data and rows lie on the device as far as there is room.
+        devices: as in `pavi.fit`, but they need not be there.
 
     Raises:
         SettingError: where it cannot fit.
@@ -169,7 +178,9 @@ def plan(
     _, arguments = split_arguments(tuple(model_args), dict(model_kwargs or {}))
     polished = polished_family(family, polish)
     starts = usual_starts(template) if starts is None else starts
-    return make_plan(template, arguments, data, family, batch, num_particles, memory, placement, inner, polished, starts)
+    shards = None if devices is None else split_plate(template, devices, inner)
+    settings = num_particles, memory, placement, inner, polished, starts, shards
+    return make_plan(template, arguments, data, family, batch, *settings)
 
 
 def polished_family(family: Family, polish: bool | Mapping[str, Any]) -> Family | None:
@@ -191,6 +202,7 @@ def make_plan(
     inner: Inner | None = None,
     polished: Family | None = None,
     starts: int = 1,
+    shards: Shards | None = None,
 ) -> Plan:
     """What `plan` says, for a model that has been read.
 
@@ -208,16 +220,31 @@ def make_plan(
     arrays = {site.name: data[str(data_name(site.name, [str(name) for name in data]))] for site in template.observed}
     arrays = {name: array if hasattr(array, "dtype") else np.asarray(array) for name, array in arrays.items()}
     sizes = {name: math.prod(np.shape(array)) * np.dtype(array.dtype).itemsize for name, array in arrays.items()}
-    stored = sum(sizes[name] for name, array in arrays.items() if is_stored(array))
-    movable = sum(sizes[name] for name, array in arrays.items() if not isinstance(array, jax.Array)) - stored
-    # An array on the device whose axes are in another order is there twice: as it came, and as steps read it.
-    doubled = sum(sizes[s.name] for s in template.observed if isinstance(arrays[s.name], jax.Array) and not _in_order(s))
-    step_bytes, temporary_bytes = _of_a_step(template, arrays, state, chosen, num_particles, inner)
-    state_bytes = _bytes((state.weights, state.optimizer, state.row_optimizer))
-    temporary_bytes = max(temporary_bytes, pull_bytes(template, family, weights))
-    if polished is not None:
-        temporary_bytes = max(temporary_bytes, _polish_bytes(template, polished, weights, whole, state_bytes))
-    copied = _bytes(weights.rows) if starts > 1 else 0  # starts begin from a copy of the first rows on the device
+
+    def part(level: Level, count: int) -> int:
+        """Of so many bytes of a level, those of one device."""
+        split = shards is not None and shards.plate in level
+        return -(-count * shards.length // shards.size) if shards is not None and split else count
+
+    parts = {site.name: part(site.level, sizes[site.name]) for site in template.observed}
+    stored = sum(parts[name] for name, array in arrays.items() if is_stored(array))
+    movable = sum(parts[name] for name, array in arrays.items() if not isinstance(array, jax.Array)) - stored
+    # An array on the device whose axes are in another order is there twice: as it came, and as steps read it. It is there as
+    # a whole beside the part that a device has of it.
+    on_device = [site for site in template.observed if isinstance(arrays[site.name], jax.Array)]
+    doubled = sum(sizes[s.name] for s in on_device if not _in_order(s))
+    doubled += sum(sizes[s.name] for s in on_device if shards is not None)
+    here = chosen if shards is None else chosen | {shards.plate: -(-chosen[shards.plate] // shards.parts)}
+    step_bytes, temporary_bytes = _of_a_step(template, arrays, state, here, num_particles, inner)
+    rows_of = {level: (rows, state.row_optimizer[level]) for level, rows in state.weights.rows.items()}
+    rows_bytes = sum(part(level, _bytes(each)) for level, each in rows_of.items())
+    state_bytes = _bytes((state.weights._replace(rows={}), state.optimizer)) + rows_bytes
+    if shards is None:  # else, when training ends, rows come together elsewhere if there is no room
+        temporary_bytes = max(temporary_bytes, pull_bytes(template, family, weights))
+        if polished is not None:
+            temporary_bytes = max(temporary_bytes, _polish_bytes(template, polished, weights, whole, state_bytes))
+    # Starts begin from a copy of the first rows on the device.
+    copied = sum(part(level, _bytes(rows)) for level, rows in weights.rows.items()) if starts > 1 else 0
     found = Plan(
         template=template,
         num_latents=template.num_latents,
@@ -225,7 +252,7 @@ def make_plan(
         num_rows=sum(math.prod(rows.shape[:-1]) for rows in weights.rows.values()),
         batch=chosen,
         encoding_sizes={level: rows.shape[-1] for level, rows in weights.rows.items()},
-        data_bytes=sum(sizes.values()) + doubled + _bytes(arguments),
+        data_bytes=sum(parts.values()) + doubled + _bytes(arguments),
         state_bytes=state_bytes,
         temporary_bytes=max(temporary_bytes, copied),
         step_bytes=step_bytes,
@@ -233,11 +260,12 @@ def make_plan(
         data_place=Place.STORED if stored else Place.DEVICE,
         rows_place=Place.DEVICE,
         stored_bytes=stored,
-        rows_bytes=_bytes((state.weights.rows, state.row_optimizer)),
+        rows_bytes=rows_bytes,
+        devices=1 if shards is None else shards.parts,
     )
     data_on_host = dataclasses.replace(found, data_place=Place.HOST, stored_bytes=stored + movable) if movable else found
     both_on_host = data_on_host
-    if found.rows_bytes:
+    if rows_bytes and shards is None:  # several devices hold their own rows
         both_on_host = dataclasses.replace(data_on_host, rows_place=Place.HOST, temporary_bytes=temporary_bytes)
     every = (found, data_on_host, both_on_host)
     choices = every if placement is None else every[:1] if placement == "device" else every[-1:]
@@ -311,9 +339,10 @@ def enough_memory(planned: Plan) -> Iterator[None]:
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and not any(sign in str(error) for sign in OUT_OF_MEMORY):
             raise
+        where = f"of the host ({error})" if isinstance(error, MemoryError) else "of the device"
         raise SettingError(
-            f"Memory ran out. This was the plan:\n{planned}\nOther programs, or arrays of yours, may hold memory on the "
-            f"device. {SMALLER}"
+            f"Memory {where} ran out. This was the plan:\n{planned}\nOther programs, or arrays of yours, may hold memory "
+            f"there. {SMALLER}"
         ) from error
 
 

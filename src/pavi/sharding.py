@@ -39,16 +39,13 @@ def number_of(devices: int | Mapping[str, int] | None) -> int:
 
 
 def split_along(template: Template, devices: int | Mapping[str, int], inner: Inner | None = None) -> Shards:
-    """Which plate is split into how many parts: the one named, or the one that most numbers lie along.
+    """`split_plate` over devices that there are.
 
     Raises:
-        SettingError: if there are not as many devices, or no plate has as many members, or none whose members can be apart:
-            all that depends on a member that is averaged out over points must be on one device.
+        SettingError: if there are not as many, or some process would have none.
     """
-    named = dict(devices) if isinstance(devices, Mapping) else {}
-    count = number_of(devices)
-    found = jax.device_count()
-    if len(named) > 1 or not 1 <= count <= found:
+    count, found = number_of(devices), jax.device_count()
+    if count > found:
         raise SettingError(
             f"devices={devices!r}: expected a number up to {found}, the devices there are, or one plate with it."
         )
@@ -58,6 +55,19 @@ def split_along(template: Template, devices: int | Mapping[str, int], inner: Inn
             f"devices={devices!r}: {len(idle)} of the {jax.process_count()} processes would have none. Take all "
             f"{jax.device_count()} (devices=jax.device_count()), or start fewer processes."
         )
+    return split_plate(template, devices, inner)
+
+
+def split_plate(template: Template, devices: int | Mapping[str, int], inner: Inner | None = None) -> Shards:
+    """Which plate is split into how many parts: the one named, or the one that most numbers lie along.
+
+    Raises:
+        SettingError: if no plate has as many members, or none whose members can be apart: all that depends on a member that
+            is averaged out over points must be on one device.
+    """
+    named, count = dict(devices) if isinstance(devices, Mapping) else {}, number_of(devices)
+    if len(named) > 1 or count < 1:
+        raise SettingError(f"devices={devices!r}: expected a number of devices, at least 1, or one plate with it.")
     sizes = {plate.name: plate.size for plate in template.plates}
     unknown = [plate for plate in named if plate not in sizes]
     if unknown:

@@ -62,8 +62,14 @@ def _held_at(template: Template, values: Mapping[str, Any]) -> tuple[dict[str, n
 
 
 def densities_of_prior(study: Study, arguments: Any, seed: np.ndarray) -> dict[str, float]:
-    """What each site's log-density usually is where the prior draws latents and data: models that differ differ in these."""
-    found = _densities_of_prior(study, arguments, seed, *_held_at(study.template, {}))
+    """What each site's log-density usually is where the prior draws latents and data: models that differ differ in these.
+
+    Nothing where some distribution of data has no draws.
+    """
+    try:
+        found = _densities_of_prior(study, arguments, seed, *_held_at(study.template, {}))
+    except NotImplementedError:
+        return {}
     return {name: float(np.nanmedian(np.asarray(each, np.float64))) for name, each in found.items()}
 
 
