@@ -8,6 +8,6 @@ from jaxtyping import install_import_hook
 install_import_hook("pavi", "beartype.beartype")
 
 # Beartype records warnings while it wraps a function, nested ones whenever they are defined, so also in the thread in which
-# functions are traced. Recording is not safe between threads: warnings of another thread that a test waits for would be lost.
+# functions are traced. Recording is not safe between threads: a warning that a test waits for would be lost.
 for module in (_wrapargs, _wrapreturn):
     module.catch_warnings = lambda record: nullcontext([])
