@@ -1,7 +1,6 @@
 """`fit.polish`: evidences of members against quadrature, posteriors of what is outside of plates against exact ones."""
 
 import inspect
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -132,11 +131,6 @@ def test_polishing_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
     for changed in ({"num_draws": 32}, {"steps": 200}):
         with pytest.raises(pavi.LoadError, match=r"polishing.*another fit"):
             pavi.fit(quiz, {"x": small}, checkpoint=tmp_path, **settings | {"polish": how | changed})
-    shutil.rmtree(tmp_path / "polishing" / "training")
-    (tmp_path / "polishing" / "search" / "outcome.npz").unlink()
-    monkeypatch.undo()
-    again = pavi.fit(quiz, {"x": small}, checkpoint=tmp_path, **settings)
-    assert again.sample(20).identical(whole.sample(20))
 
 
 def test_a_look_that_cannot_be_read_is_taken_again(tmp_path):

@@ -19,12 +19,24 @@ from sharded_study import AGES, X, aged, alone, model
 
 import pavi
 from pavi.cascade import Hashable, Study
+from pavi.identity import Identity
 from pavi.inner import Inner
 from pavi.mesh import SHARD, Shards
+from pavi.setting import Setting, identity_of, problem_of
 from pavi.sharding import split_along, split_problem
 from pavi.stepping import Problem, _in_study, default_optimizers, drawn_at
 
 STUDY = Path(__file__).parent / "sharded_study.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    """What one process compiles the next one finds: JAX keeps it in a folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+        yield
 
 
 def start(devices, batch, steps, *more, local_devices=None):
@@ -95,24 +107,22 @@ def test_two_processes_do_what_one_does(one):
     np.testing.assert_allclose(first["theta"], one.moments(num_samples=200)["theta"], atol=0.01)
 
 
-def test_two_processes_gather_rows_and_read_data_piece_by_piece(tmp_path):
-    """17 groups in parts of 5, 4, 4 and 4, their data in a memory map, rows gathered two of each part at a time."""
-    told = 8, 60, "--groups", 17
-    first = on_two_processes(*told, "--stored", tmp_path / "x.npy", "--gathered", 70)
+def test_two_processes_read_data_and_gather_rows_piece_by_piece_and_go_on_from_a_checkpoint(tmp_path):
+    """17 groups in parts of 5, 4, 4 and 4, their data in a memory map, rows gathered two of each part at a time.
+
+    They write checkpoints together, though only the first finds it time to, and end where the uninterrupted fit does.
+    """
+    told, kept = (8, 100, "--groups", 17), tmp_path / "kept"
+    apart = *told, "--stored", tmp_path / "x.npy", "--gathered", 70, "--checkpoint", kept, "--interval", 0
+    whole = on_two_processes(*apart)
     held = result(start(4, *told))
-    np.testing.assert_allclose(first["elbos"], held["elbos"], rtol=1e-5)
-    np.testing.assert_allclose(first["theta"], held["theta"], rtol=1e-3, atol=1e-3)
-
-
-def test_two_processes_go_on_from_a_checkpoint(tmp_path):
-    """They write checkpoints together, though only the first finds it time to, and end where the uninterrupted fit does."""
-    told = 8, 400, "--groups", 17, "--checkpoint", tmp_path, "--interval", 0
-    whole = on_two_processes(*told)
-    steps = sorted(int(folder.name) for folder in tmp_path.iterdir() if folder.name.isdigit())
+    np.testing.assert_allclose(whole["elbos"], held["elbos"], rtol=1e-4)
+    np.testing.assert_allclose(whole["theta"], held["theta"], rtol=1e-3, atol=1e-3)
+    steps = sorted(int(folder.name) for folder in kept.iterdir() if folder.name.isdigit())
     assert len(steps) == 2
-    assert steps[1] == 400
-    shutil.rmtree(tmp_path / str(steps[1]))
-    again = on_two_processes(*told)
+    assert steps[1] == 100
+    shutil.rmtree(kept / str(steps[1]))
+    again = on_two_processes(*apart)
     assert again["elbos"] == whole["elbos"]
     assert again["theta"] == whole["theta"]
 
@@ -133,23 +143,31 @@ def test_the_shorter_parts_of_a_plate_have_no_covariates_beyond_the_last():
     np.testing.assert_allclose(eight["elbos"], one.history["elbo"], rtol=2e-3)
 
 
-def test_a_checkpoint_of_other_uneven_parts_is_refused(tmp_path):
-    """10 groups on 3 and on 6 devices fill as many rows, in other places."""
-    told = 6, 20, "--groups", 10, "--checkpoint", tmp_path
-    result(start(3, *told))
-    with pytest.raises(AssertionError, match=r"another fit. Its rows"):
-        result(start(6, *told))
-
-
 def test_a_fit_goes_on_on_another_number_of_devices(tmp_path):
     """A batch that four devices round up to eight groups."""
-    told = 6, 400, "--checkpoint", tmp_path, "--interval", 0
+    told = 6, 100, "--checkpoint", tmp_path, "--interval", 0
     whole = result(start(2, *told))
-    shutil.rmtree(tmp_path / "400")
+    shutil.rmtree(tmp_path / "100")
+    (step,) = (int(folder.name) for folder in tmp_path.iterdir() if folder.name.isdigit())
     again = result(start(4, *told))
-    (step,) = (int(folder.name) for folder in tmp_path.iterdir() if folder.name not in ("400",) and folder.name.isdigit())
     assert again["elbos"][:step] == whole["elbos"][:step]
-    np.testing.assert_allclose(again["theta"][0], whole["theta"][0], atol=0.3)
+    assert again["skipped"] == 0
+
+
+def test_what_fits_on_other_numbers_of_devices_must_agree_in():
+    """Batches as they were asked for; and uneven parts, which hold members in other places: 10 groups on 3 and on 6."""
+
+    def identity(parts, groups):
+        template = pavi.read_template(model, ["x"], model_args=(groups,))
+        batch = {"group": 6, "point": 6}
+        setting = Setting(pavi.PAVI(), batch, 10, 8, None, np.zeros(2), False, 0.0, identity=Identity({}, {}))
+        problem, _ = problem_of(Study(model, template, Hashable(())), setting, default_optimizers(1.0), True, 1.0)
+        return identity_of(problem if parts is None else split_problem(problem, Shards("group", parts, groups)), setting)
+
+    assert identity(2, 16).difference(identity(4, 16)) is None
+    assert identity(4, 16).difference(identity(None, 16)) is None
+    assert "Its rows" in identity(6, 10).difference(identity(3, 10))
+    assert "Its rows" in identity(3, 10).difference(identity(None, 10))
 
 
 def test_what_is_averaged_out_together_is_not_split():
@@ -178,11 +196,10 @@ def test_rows_that_begin_with_pulls_are_laid_out():
     np.testing.assert_allclose(eight["theta"], one.moments(num_samples=200)["theta"], atol=0.01)
 
 
-@pytest.mark.parametrize("more", [(), ("--runs", 2)])
-def test_stored_data_are_read_for_each_device(more, tmp_path):
+def test_stored_data_are_read_for_each_device(tmp_path):
     """The same members in the same steps, whether each device holds its part of the data or is given what it draws."""
     in_map = "--stored", tmp_path / "x.npy"
-    held, streamed = (start(4, 8, 60, "--groups", 17, *more, *stored) for stored in ((), in_map))
+    held, streamed = (start(4, 8, 60, "--groups", 17, "--runs", 2, *stored) for stored in ((), in_map))
     held, streamed = result(held), result(streamed)
     np.testing.assert_allclose(streamed["elbos"], held["elbos"], rtol=1e-5)
     np.testing.assert_allclose(streamed["theta"], held["theta"], rtol=1e-3, atol=1e-3)

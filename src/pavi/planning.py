@@ -209,6 +209,10 @@ def make_plan(
     Rows and data are put on the device while there is room; then data stay on the host, which can be read ahead of the
     steps; then rows do as well.
     """
+    if shards is not None and placement not in (None, "device"):
+        raise SettingError(
+            f"placement={os.fspath(placement)!r}: rows lie on the devices where there are several. Leave out one of the two."
+        )
     chosen, _ = members_per_step(template, batch, num_particles, inner)
     whole = frozenset(plate for plate, count in chosen.items() if count == template.plate(plate).size)
     weights = family.shapes(template, whole)

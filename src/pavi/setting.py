@@ -99,8 +99,6 @@ def runner_of(
     """What runs a chunk of steps: on one device or several, with data on it or elsewhere."""
     if problem.shards is None:
         return runner(problem, observations.stored, schedule.short)
-    if problem.hosted:
-        raise SettingError("devices=...: rows lie on the devices; placement='host' is for a single one.")
     return Sharded(problem, observations.stored, setting.streamed, schedule.short)
 
 
