@@ -24,7 +24,8 @@ def model(size=16):
     with points:
         shift = numpyro.sample("shift", dist.Normal(0, 1))
     with groups, points:
-        numpyro.sample("x", dist.Normal(theta + shift[..., None], 1).to_event(1))
+        each = numpyro.sample("each", dist.Normal(theta + shift[..., None], 0.5).to_event(1))
+        numpyro.sample("x", dist.Normal(each, 1).to_event(1))
 
 
 def alone(size=16):

@@ -73,7 +73,8 @@ def fit(
         progress_bar: show ELBO and steps per second while training.
         checkpoint: a folder to keep the state of training in, written every minute and at the end. The same call again
             goes on from there, to the same result.
-        devices: over how many devices to split the study along a plate, or `{plate: devices}`. By default one device.
+        devices: over how many devices to split the study along a plate, or `{plate: devices}`. By default one device. All
+            of them train; one polishes what they come to.
         placement: where data and rows (encodings with their optimizer state) lie: "device"; "host", from where a step is
             given those of its members; or a folder, in which rows are memory maps. By default on the device as far as there
             is room: see `pavi.plan`. The result is the same up to rounding.

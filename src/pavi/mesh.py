@@ -74,7 +74,7 @@ class Shards(NamedTuple):
     def put(self, leaf: Any, spec: PartitionSpec) -> jax.Array:
         """An array of the lengths that it has on all devices together, put where it belongs; each process gives its part."""
         target = NamedSharding(self.mesh, spec)
-        if isinstance(leaf, jax.Array) and leaf.sharding == target:
+        if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(target, leaf.ndim):
             return leaf
         if jax.process_count() == 1:
             return jax.device_put(leaf, target)

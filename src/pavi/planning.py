@@ -227,8 +227,9 @@ def make_plan(
 
     def part(level: Level, count: int) -> int:
         """Of so many bytes of a level, those of one device."""
-        split = shards is not None and shards.plate in level
-        return -(-count * shards.length // shards.size) if shards is not None and split else count
+        if shards is None or shards.plate not in level:
+            return count
+        return -(-count * shards.length // shards.size)
 
     parts = {site.name: part(site.level, sizes[site.name]) for site in template.observed}
     stored = sum(parts[name] for name, array in arrays.items() if is_stored(array))
