@@ -16,6 +16,8 @@ import optax
 import pytest
 
 import pavi
+from pavi import compiling
+from pavi.compiling import Purpose
 from pavi.schedule import EARLY_RATE, Schedule
 
 X = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
@@ -73,6 +75,13 @@ def test_fits_of_many_models_do_not_pile_up_compiled_functions(monkeypatch):
         monkeypatch.setattr("pavi.compiling.MOST_MAPS", before[-1] / int(most.read()))
     after = [counted() for _ in range(3)]
     assert max(after) < before[-1] + 2 * max(np.diff(before))
+
+
+def test_options_that_this_xla_does_not_know_are_left_out(monkeypatch):
+    options = {"xla_backend_optimization_level": 1, "xla_of_another_version": True}
+    monkeypatch.setitem(compiling._QUICK, jax.default_backend(), {Purpose.STEPS: options})
+    assert compiling.quick_options.__wrapped__(Purpose.STEPS) == {"xla_backend_optimization_level": 1}
+    assert compiling.quick_options.__wrapped__(Purpose.READING) is None
 
 
 def test_the_model_is_not_run_per_step():

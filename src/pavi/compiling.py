@@ -2,8 +2,9 @@
 
 XLA's full effort on a training step takes longer than most fits then run. Functions that run for a short while are therefore
 compiled with its costliest parts off: on a CPU two that halve the compilation and slow the result by about a fifth; on
-a GPU the trying out of many ways to multiply matrices. Long fits get the full effort, and so do moments on a GPU, where it
-takes no longer.
+a GPU the trying out of many ways to multiply matrices, of which XLA's model of the card chooses one instead: untold, it
+would cut products into tiles of 16 x 8, many times slower for the long and narrow ones of flows. Long fits get the full
+effort, and so do moments on a GPU, where it takes no longer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _QUICK: dict[str, dict[Purpose, dict[str, Any]]] = {
     "cpu": {each: {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False} for each in Purpose},
     "gpu": {
         Purpose.ONCE: {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
-        Purpose.STEPS: {"xla_gpu_autotune_level": 0},
+        Purpose.STEPS: {"xla_gpu_autotune_level": 0, "xla_gpu_experimental_cost_model_gemm_tiling_default": True},
         Purpose.READING: {},
     },
 }
@@ -42,15 +43,18 @@ MOST_MAPS = 0.5
 
 @functools.cache
 def quick_options(purpose: Purpose = Purpose.ONCE) -> dict[str, Any] | None:
-    """Compiler options for quick compilation; None for none, also where this XLA does not know them."""
-    options = _QUICK.get(jax.default_backend(), {}).get(purpose)
-    if not options:
-        return None
+    """Compiler options for quick compilation, of which this XLA knows; None for none."""
+    options = _QUICK.get(jax.default_backend(), {}).get(purpose, {})
+    return {name: value for name, value in options.items() if _is_known(name, value)} or None
+
+
+@functools.cache
+def _is_known(option: str, value: Any) -> bool:
     try:
-        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
+        jax.jit(lambda x: x, compiler_options={option: value}).lower(0.0).compile()
     except Exception:  # whatever this XLA says to options it does not know
-        return None
-    return options
+        return False
+    return True
 
 
 class QuickJit:
