@@ -1,10 +1,12 @@
-"""A small study fitted on several devices, as a program of its own: prints its ELBOs and moments as JSON."""
+"""A small study fitted on several devices, by a program of its own: it reads how, and prints ELBOs and moments as JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import shlex
+import sys
 from functools import partial
 
 import jax
@@ -12,6 +14,12 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 
+import pavi
+import pavi.checkpoint
+import pavi.mesh
+
+# How lines with answers begin; the runtime prints as well.
+ANSWER = "ANSWER "
 AGES = np.linspace(0.5, 1.5, 17, dtype=np.float32)
 X = np.random.default_rng(0).normal(1.0, 1.5, size=(17, 6, 2)).astype(np.float32)
 
@@ -45,7 +53,8 @@ def aged(size, ages):
         numpyro.sample("x", dist.Normal(theta[..., None, :] + np.zeros((6, 1)), 1).to_event(2))
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
+    """What a study can be told."""
     parser = argparse.ArgumentParser()
     parser.add_argument("devices", type=int)
     parser.add_argument("batch", type=int, help="groups per step")
@@ -54,21 +63,18 @@ def main() -> None:
     parser.add_argument("--stored", help="data in a memory map of this name")
     parser.add_argument("--runs", type=int, help="groups drawn side by side")
     parser.add_argument("--aged", action="store_true", help="groups have a covariate, in a model of its own")
-    parser.add_argument("--gathered", type=int, help="numbers that processes gather at a time")
+    parser.add_argument("--gathered", type=int, default=2**26, help="numbers that processes gather at a time")
     parser.add_argument("--pull", action="store_true", help="flows are shown which way data pull, in the other model")
     parser.add_argument("--checkpoint", help="folder")
     parser.add_argument("--interval", type=float, default=60.0, help="seconds between checkpoints, of the first process")
-    parser.add_argument("--process", nargs=3, help="address, processes, and which one this is")
-    told = parser.parse_args()
-    if told.process:
-        jax.distributed.initialize(told.process[0], *map(int, told.process[1:]))
-    import pavi
-    import pavi.checkpoint
-    import pavi.mesh
+    return parser
 
+
+def fitted(told: argparse.Namespace) -> dict:
+    """ELBOs and moments of a study, as told."""
     if jax.process_index() == 0:
         pavi.checkpoint.INTERVAL = told.interval
-    pavi.mesh.GATHERED = told.gathered or pavi.mesh.GATHERED
+    pavi.mesh.GATHERED = told.gathered
     batch = {"group": told.batch} | ({} if told.pull or told.aged else {"point": 6})
     settings = {"batch": batch, "steps": told.steps, "progress_bar": False}
     settings |= {"runs": {"group": told.runs}} if told.runs else {}
@@ -89,15 +95,25 @@ def main() -> None:
         **settings,
     )
     moments = fit.moments(num_samples=200)
-    result = {
+    return {
         "elbos": fit.history["elbo"].tolist(),
         "elbo": fit.elbo(256).mean,
         "mu": moments["mu"].values.tolist(),
         "theta": moments["theta"].values.tolist(),
         "skipped": fit.skipped,
     }
-    if jax.process_index() == 0:
-        print(json.dumps(result))
+
+
+def main() -> None:
+    """Fits one study after the other, a line each."""
+    if sys.argv[1:]:  # address, processes, and which one this is
+        jax.distributed.initialize(sys.argv[1], *map(int, sys.argv[2:]))
+    for line in sys.stdin:
+        try:
+            found = fitted(parser().parse_args(shlex.split(line)))
+        except pavi.PaviError as error:
+            found = {"error": str(error)}
+        print(ANSWER + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sharded_study import AGES, X, aged, alone, model
+from sharded_study import AGES, ANSWER, X, aged, alone, model
 
 import pavi
 from pavi.cascade import Hashable, Study
@@ -29,28 +31,71 @@ from pavi.stepping import Problem, _in_study, default_optimizers, drawn_at
 STUDY = Path(__file__).parent / "sharded_study.py"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """What one process compiles the next one finds: JAX keeps it in a folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
-        yield
+class Fitter:
+    """A process with some devices that fits one study after the other."""
+
+    def __init__(self, devices, *process):
+        flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+        self.said = []
+        self.process = subprocess.Popen(
+            [sys.executable, str(STUDY), *map(str, process)],
+            env={**os.environ, **flags},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def ask(self, *told):
+        self.process.stdin.write(shlex.join(map(str, told)) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self):
+        late = threading.Timer(240, self.process.kill)
+        late.start()
+        for line in self.process.stdout:
+            if line.startswith(ANSWER):
+                late.cancel()
+                return json.loads(line.removeprefix(ANSWER))
+            self.said.append(line)
+        raise AssertionError("It ended:\n" + "".join(self.said)[-3000:])
+
+    def fit(self, *told):
+        self.ask(*told)
+        return self.answer()
+
+    def end(self):
+        self.process.stdin.close()
+        self.process.wait(60)
+        self.process.stdout.close()
 
 
-def start(devices, batch, steps, *more, local_devices=None):
-    count = devices if local_devices is None else local_devices
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(STUDY), str(devices), str(batch), str(steps), *map(str, more)]
-    return subprocess.Popen(command, env={**os.environ, **flags}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture(scope="module")
+def several():
+    """One process with eight devices."""
+    fitter = Fitter(8)
+    yield fitter
+    fitter.end()
 
 
-def result(process):
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err[-3000:]
-    found = [line for line in out.splitlines() if line.startswith("{")]  # the runtime prints as well
-    return json.loads(found[-1]) if found else None
+@pytest.fixture(scope="module")
+def processes():
+    """Two processes with two devices each: what both answer."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        address = f"localhost:{found.getsockname()[1]}"
+    pair = [Fitter(2, address, 2, number) for number in range(2)]
+
+    def fit(*told):
+        for each in pair:
+            each.ask(*told)
+        return [each.answer() for each in pair]
+
+    yield fit
+    for each in pair:
+        each.process.stdin.close()
+    for each in pair:
+        each.end()
 
 
 def on_one_device(batch, steps, groups=16):
@@ -65,91 +110,76 @@ def one():
     return on_one_device(16, 40)
 
 
-def test_with_all_members_in_a_step_eight_devices_do_what_one_does(one):
+def test_with_all_members_in_a_step_eight_devices_do_what_one_does(one, several):
     """Every step's gradient is that of one device, so the ELBOs stay together."""
-    eight = result(start(8, 16, 40))
+    eight = several.fit(8, 16, 40)
     np.testing.assert_allclose(eight["elbos"][0], one.history["elbo"][0], rtol=1e-5)
     np.testing.assert_allclose(eight["elbos"], one.history["elbo"], rtol=2e-3)
     np.testing.assert_allclose(eight["theta"], one.moments(num_samples=200)["theta"], atol=0.01)
 
 
-def test_with_some_members_in_a_step_the_posterior_is_the_same_within_noise():
-    eight, one = result(start(8, 8, 1200)), on_one_device(8, 1200)
+def test_with_some_members_in_a_step_the_posterior_is_the_same_within_noise(several):
+    eight, one = several.fit(8, 8, 1200), on_one_device(8, 1200)
     assert eight["skipped"] == 0
     assert abs(eight["elbo"] - one.elbo(256).mean) < 0.1
     np.testing.assert_allclose(eight["mu"][0], one.moments(num_samples=200)["mu"].values[0], atol=0.1)
 
 
-def two_processes(devices, *told):
-    """A study that runs on two processes with two devices each."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        address = f"localhost:{found.getsockname()[1]}"
-    return [start(devices, *told, "--process", address, 2, number, local_devices=2) for number in range(2)]
+def test_devices_of_one_process_alone_are_refused(processes):
+    for answer in processes(2, 16, 40):
+        assert "1 of the 2 processes would have none. Take all 4" in answer["error"]
 
 
-def on_two_processes(*told):
-    """What it prints."""
-    first, second = (result(process) for process in two_processes(4, *told))
-    assert second is None
-    return first
-
-
-def test_devices_of_one_process_alone_are_refused():
-    for process in two_processes(2, 16, 40):
-        with pytest.raises(AssertionError, match=r"1 of the 2 processes would have none. Take all 4"):
-            result(process)
-
-
-def test_two_processes_do_what_one_does(one):
-    first = on_two_processes(16, 40)
+def test_two_processes_do_what_one_does(one, processes):
+    first, second = processes(4, 16, 40)
+    assert first == second
     np.testing.assert_allclose(first["elbos"], one.history["elbo"], rtol=2e-3)
     np.testing.assert_allclose(first["theta"], one.moments(num_samples=200)["theta"], atol=0.01)
 
 
-def test_two_processes_read_data_and_gather_rows_piece_by_piece_and_go_on_from_a_checkpoint(tmp_path):
+def test_two_processes_read_data_and_gather_rows_piece_by_piece_and_go_on_from_a_checkpoint(several, processes, tmp_path):
     """17 groups in parts of 5, 4, 4 and 4, their data in a memory map, rows gathered two of each part at a time.
 
     They write checkpoints together, though only the first finds it time to, and end where the uninterrupted fit does.
     """
-    told, kept = (8, 100, "--groups", 17), tmp_path / "kept"
+    told, kept = (4, 8, 100, "--groups", 17), tmp_path / "kept"
     apart = *told, "--stored", tmp_path / "x.npy", "--gathered", 70, "--checkpoint", kept, "--interval", 0
-    whole = on_two_processes(*apart)
-    held = result(start(4, *told))
+    whole, _ = processes(*apart)
+    held = several.fit(*told)
     np.testing.assert_allclose(whole["elbos"], held["elbos"], rtol=1e-4)
     np.testing.assert_allclose(whole["theta"], held["theta"], rtol=1e-3, atol=1e-3)
     steps = sorted(int(folder.name) for folder in kept.iterdir() if folder.name.isdigit())
     assert len(steps) == 2
     assert steps[1] == 100
     shutil.rmtree(kept / str(steps[1]))
-    again = on_two_processes(*apart)
+    again, _ = processes(*apart)
     assert again["elbos"] == whole["elbos"]
     assert again["theta"] == whole["theta"]
 
 
-def test_a_plate_that_devices_do_not_divide_is_split_all_the_same():
+def test_a_plate_that_devices_do_not_divide_is_split_all_the_same(several):
     """17 groups on 8 devices, all in every step: the one device that has three and the seven that have two."""
-    eight, one = result(start(8, 17, 40, "--groups", 17)), on_one_device(17, 40, 17)
+    eight, one = several.fit(8, 17, 40, "--groups", 17), on_one_device(17, 40, 17)
     np.testing.assert_allclose(eight["elbos"][0], one.history["elbo"][0], rtol=1e-5)
     np.testing.assert_allclose(eight["elbos"], one.history["elbo"], rtol=2e-3)
     np.testing.assert_allclose(eight["theta"], one.moments(num_samples=200)["theta"], atol=0.01)
 
 
-def test_the_shorter_parts_of_a_plate_have_no_covariates_beyond_the_last():
-    eight = result(start(8, 17, 40, "--groups", 17, "--aged"))
+def test_the_shorter_parts_of_a_plate_have_no_covariates_beyond_the_last(several):
+    eight = several.fit(8, 17, 40, "--groups", 17, "--aged")
     settings = {"family": pavi.PAVI(flow=pavi.Affine()), "batch": {"group": 17}, "steps": 40, "progress_bar": False}
     one = pavi.fit(partial(aged, 17), {"x": X}, model_args=(AGES,), **settings)
     assert eight["skipped"] == 0
     np.testing.assert_allclose(eight["elbos"], one.history["elbo"], rtol=2e-3)
 
 
-def test_a_fit_goes_on_on_another_number_of_devices(tmp_path):
+def test_a_fit_goes_on_on_another_number_of_devices(several, tmp_path):
     """A batch that four devices round up to eight groups."""
     told = 6, 100, "--checkpoint", tmp_path, "--interval", 0
-    whole = result(start(2, *told))
+    whole = several.fit(2, *told)
     shutil.rmtree(tmp_path / "100")
     (step,) = (int(folder.name) for folder in tmp_path.iterdir() if folder.name.isdigit())
-    again = result(start(4, *told))
+    again = several.fit(4, *told)
     assert again["elbos"][:step] == whole["elbos"][:step]
     assert again["skipped"] == 0
 
@@ -188,19 +218,18 @@ def test_devices_draw_no_more_than_their_part_of_a_batch():
     assert split.runs == (("group", 16),)
 
 
-def test_rows_that_begin_with_pulls_are_laid_out():
-    eight = result(start(8, 17, 40, "--groups", 17, "--pull"))
+def test_rows_that_begin_with_pulls_are_laid_out(several):
+    eight = several.fit(8, 17, 40, "--groups", 17, "--pull")
     settings = {"family": pavi.PAVI(flow=pavi.Affine(), show_pull=True), "batch": {"group": 17}, "steps": 40}
     one = pavi.fit(alone, {"x": X}, model_args=(17,), progress_bar=False, **settings)
     np.testing.assert_allclose(eight["elbos"], one.history["elbo"], rtol=2e-3)
     np.testing.assert_allclose(eight["theta"], one.moments(num_samples=200)["theta"], atol=0.01)
 
 
-def test_stored_data_are_read_for_each_device(tmp_path):
+def test_stored_data_are_read_for_each_device(several, tmp_path):
     """The same members in the same steps, whether each device holds its part of the data or is given what it draws."""
     in_map = "--stored", tmp_path / "x.npy"
-    held, streamed = (start(4, 8, 60, "--groups", 17, "--runs", 2, *stored) for stored in ((), in_map))
-    held, streamed = result(held), result(streamed)
+    held, streamed = (several.fit(4, 8, 60, "--groups", 17, "--runs", 2, *stored) for stored in ((), in_map))
     np.testing.assert_allclose(streamed["elbos"], held["elbos"], rtol=1e-5)
     np.testing.assert_allclose(streamed["theta"], held["theta"], rtol=1e-3, atol=1e-3)
 
