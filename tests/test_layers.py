@@ -33,6 +33,7 @@ ORDER = [
     "stepping",
     "identity",
     "train",
+    "hosting",
     "streaming",
     "sharding",
     "checkpoint",

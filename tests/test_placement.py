@@ -13,6 +13,7 @@ import zarr
 import pavi
 from pavi import studying
 from pavi.branch import draw_branch, fit_runs
+from pavi.hosting import _places
 from pavi.planning import Place
 
 X = np.random.default_rng(0).normal(1.0, 1.5, size=(20, 6, 2)).astype(np.float32)
@@ -60,6 +61,20 @@ def test_rows_and_data_in_host_memory_give_the_same_fit(on_device):
     where = {"group": [3, 11]}
     moments, expected = (fit.moments(where=where, num_samples=50) for fit in (hosted, on_device))
     np.testing.assert_allclose(moments["theta"], expected["theta"], rtol=1e-3, atol=1e-3)
+
+
+def test_members_are_found_where_the_steps_just_before_had_them():
+    """Of 12 members four in each step, the last ones beyond the plate; steps of a block know those before them alone."""
+    rng = np.random.default_rng(0)
+    before, members = (np.stack([rng.permutation(12)[:4] for _ in range(3)]) for _ in range(2))
+    for earlier in (None, before):
+        found = _places(members, earlier, 10)
+        for k, own in enumerate(members):
+            known = [*(np.full((3, 4), -1) if earlier is None else earlier), *members[:k]]
+            for number in range(6):
+                there = known[number].tolist() if number < len(known) else []
+                expected = [there.index(m) if m < 10 and m in there else -1 for m in own]
+                assert found[k, number].tolist() == expected
 
 
 def test_a_fit_to_data_in_host_memory_can_be_saved(tmp_path):

@@ -74,7 +74,7 @@ def on_host(optimizer: optax.GradientTransformation, rows: Any, path: str | None
 
 
 def read(rows: PyTree[np.ndarray], index: HostIndex) -> PyTree[np.ndarray]:
-    """`gather` on the host."""
+    """`gather` on the host. Index vectors may have axes in front, for several products one after the other."""
     return jax.tree.map(lambda array: array[_clipped(index, array.shape)], rows)
 
 
@@ -86,6 +86,9 @@ def write(rows: PyTree[np.ndarray], index: HostIndex | tuple[slice, ...], values
 
     def put(array: np.ndarray, new: Any) -> None:
         inside = [np.asarray(along) < size for along, size in zip(index, array.shape, strict=False)]
+        if all(there.all() for there in inside):
+            array[np.ix_(*index)] = np.asarray(new)
+            return
         places = np.ix_(*(np.asarray(along)[there] for along, there in zip(index, inside, strict=True)))
         array[places] = np.asarray(new)[np.ix_(*inside)]
 
@@ -93,7 +96,12 @@ def write(rows: PyTree[np.ndarray], index: HostIndex | tuple[slice, ...], values
 
 
 def _clipped(index: HostIndex, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-    return np.ix_(*(np.minimum(along, size - 1) for along, size in zip(index, shape, strict=False)))
+    """Indices of a product, beyond the last row that row."""
+    last = len(index) - 1
+    return tuple(
+        np.minimum(along, size - 1).reshape(*along.shape[:-1], *[1] * axis, -1, *[1] * (last - axis))
+        for axis, (along, size) in enumerate(zip(index, shape, strict=False))
+    )
 
 
 def _per_row(function: Any, ndim: int) -> Any:

@@ -132,7 +132,7 @@ class Sharded:
         self.shards, self.quick = problem.shards, quick
         self.stored = dict(stored)
         self._held = {} if streamed else {name: self._lay_out(problem, name, array) for name, array in stored.items()}
-        self._streamed = Streamed(problem, stored, self._run, self._reader(problem)) if stored and streamed else None
+        self._streamed = Streamed(problem, stored, self._reader(problem), self._run) if stored and streamed else None
         self._inputs: tuple[Inputs, Inputs] | None = None
 
     def __call__(self, problem: Problem, inputs: Inputs, state: State, rates: Any, count: Any) -> tuple[State, Any]:

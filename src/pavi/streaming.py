@@ -1,8 +1,8 @@
 """Training on data or rows that do not lie on the device.
 
 Which members a step looks at follows from the key and the number of the step, so the data of coming steps can be read ahead,
-while the present steps are computed; the result is that of data on the device, up to rounding. Rows in host memory are
-handed to each step and taken back from it.
+while the present steps are computed; the result is that of data on the device, up to rounding. So are rows in host memory
+(`pavi.hosting`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from pavi import rows as row_ops
 from pavi.data import stored_at
+from pavi.hosting import Hosting
 from pavi.schedule import LONGEST_CHUNK
 from pavi.sources import Stored
 from pavi.stepping import Inputs, Problem, State, drawn_at
-from pavi.template import Level
 from pavi.train import chunk_runner
 
-# Bytes of data read ahead, and at most for how many steps.
+# Bytes of data read ahead, and at most for how many steps, and of rows in host memory.
 AHEAD_BYTES = 2**27
-MOST_AHEAD = 64
+MOST_AHEAD, MOST_HOSTED = 64, 8
 
 
 # Reads the data of the next steps: (key, first step, how many) -> members of each plate, and data by site, step by step.
@@ -39,12 +38,20 @@ class Streamed:
 
     Args:
         stored: such data.
-        run: runs a few steps, whose data it is given after the other arguments of `chunk_runner`.
         read: reads their data.
+        run: runs a few steps, whose data it is given after the other arguments of `chunk_runner`.
+        hosting: runs them instead where rows lie in host memory.
     """
 
-    def __init__(self, problem: Problem, stored: Mapping[str, Stored], run: Callable[..., tuple[State, Any]], read: Reader):
-        self.problem, self.run, self.read = problem, run, read
+    def __init__(
+        self,
+        problem: Problem,
+        stored: Mapping[str, Stored],
+        read: Reader,
+        run: Callable[..., tuple[State, Any]],
+        hosting: Hosting | None = None,
+    ):
+        self.read, self.run, self.hosting = read, run, hosting
         batch = dict(problem.batch)
         each = sum(
             np.prod([batch[plate] for plate in problem.template.site(name).level], dtype=np.int64)
@@ -52,8 +59,8 @@ class Streamed:
             * np.dtype(array.dtype).itemsize
             for name, array in stored.items()
         )
-        # Rows that one step writes the next one reads, so these take a step at a time.
-        self.block = 1 if problem.hosted else int(np.clip(AHEAD_BYTES // max(int(each), 1), 2, MOST_AHEAD))
+        most = MOST_AHEAD if hosting is None else MOST_HOSTED
+        self.block = int(np.clip(AHEAD_BYTES // max(int(each), 1), 2, most))
         self._pool = ThreadPoolExecutor(1)
         self._ahead: tuple[tuple, Future] | None = None
 
@@ -61,23 +68,25 @@ class Streamed:
         self, problem: Problem, inputs: Inputs, state: State, rates: np.ndarray, count: np.integer
     ) -> tuple[State, np.ndarray]:
         elbos = np.full(LONGEST_CHUNK, np.nan)
-        hosted = {level: (state.weights.rows[level], state.row_optimizer[level]) for level in problem.hosted}
         key, first = np.asarray(jax.random.key_data(state.key)), int(state.step)
+        if self.hosting is not None:
+            self.hosting.begin(state)
         for start in range(0, int(count), self.block):
             taken = min(self.block, int(count) - start)
             indices, data = self._next(key, first + start)
             # The next block begins where this one ends.
             after = first + start + taken
-            self._ahead = (key.tobytes(), after), self._pool.submit(self.read, key, after, self.block)
+            coming = self._pool.submit(self.read, key, after, self.block)
+            self._ahead = (key.tobytes(), after), coming
             some = np.zeros(self.block, np.float32)
             some[:taken] = rates[start : start + taken]
-            places = {level: tuple(indices[plate][0] for plate in level) for level in hosted}
-            shown = _with_rows(state, {level: row_ops.read(hosted[level], places[level]) for level in hosted})
-            state, found = self.run(problem, inputs, shown, some, np.int32(taken), data)
-            for level, place in places.items():
-                row_ops.write(hosted[level], place, (state.weights.rows[level], state.row_optimizer[level]))
+            if self.hosting is None:
+                state, found = self.run(problem, inputs, state, some, np.int32(taken), data)
+            else:
+                last = start + taken == int(count)
+                state, found = self.hosting.run(inputs, state, some, taken, data, indices, None if last else coming)
             elbos[start : start + taken] = np.asarray(found)[:taken]
-        return _with_rows(state, hosted), elbos
+        return (state if self.hosting is None else self.hosting.end(state)), elbos
 
     def _next(self, key: np.ndarray, first: int) -> tuple[Mapping[str, np.ndarray], Mapping[str, Any]]:
         if self._ahead is not None and self._ahead[0] == (key.tobytes(), first):
@@ -91,13 +100,6 @@ def read_at(
     """The stored data of so many steps, one after the other, at the members of each."""
     each = [stored_at(problem.template, stored, {plate: index[k] for plate, index in indices.items()}) for k in range(count)]
     return {name: np.stack([data[name] for data in each]) for name in stored}
-
-
-def _with_rows(state: State, found: Mapping[Level, tuple]) -> State:
-    """A state with other rows and row optimizers of some levels."""
-    rows = {**state.weights.rows, **{level: rows for level, (rows, _) in found.items()}}
-    optimizer = {**state.row_optimizer, **{level: tree for level, (_, tree) in found.items()}}
-    return state._replace(weights=state.weights._replace(rows=rows), row_optimizer=optimizer)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -116,4 +118,4 @@ def runner(problem: Problem, stored: Mapping[str, Stored], quick: bool) -> Any:
         indices = jax.device_get(_members(problem, count, key, np.int32(first)))
         return indices, read_at(problem, stored, indices, count)
 
-    return Streamed(problem, stored, chunk_runner(quick), read)
+    return Streamed(problem, stored, read, chunk_runner(quick), Hosting(problem, quick) if problem.hosted else None)
