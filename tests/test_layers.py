@@ -7,6 +7,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "pavi"
 
 ORDER = [
     "errors",
+    "rows",
     "sources",
     "mixing",
     "models",
@@ -18,7 +19,6 @@ ORDER = [
     "branch",
     "tiles",
     "mesh",
-    "rows",
     "data",
     "flows",
     "encodings",

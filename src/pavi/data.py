@@ -127,7 +127,7 @@ def at_branch(template: Template, arrays: Mapping[str, Array], branch: Branch, w
 
 
 def stored_at(template: Template, stored: Mapping[str, Stored], indices: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The stored data at the product of some members of each plate, read now."""
+    """The stored data at the product of some members of each plate, read now; indices may have an axis of steps in front."""
     return {
         name: array.take(tuple(np.asarray(indices[plate]) for plate in template.site(name).level))
         for name, array in stored.items()

@@ -75,7 +75,15 @@ def on_host(optimizer: optax.GradientTransformation, rows: Any, path: str | None
 
 def read(rows: PyTree[np.ndarray], index: HostIndex) -> PyTree[np.ndarray]:
     """`gather` on the host. Index vectors may have axes in front, for several products one after the other."""
-    return jax.tree.map(lambda array: array[_clipped(index, array.shape)], rows)
+
+    def take(array: np.ndarray) -> np.ndarray:
+        array, plates = np.asarray(array), array.shape[: len(index)]
+        if not array.flags.c_contiguous:
+            return array[tuple(np.minimum(along, size - 1) for along, size in zip(_open(index), plates, strict=True))]
+        where = np.ravel_multi_index(_open(index), plates, mode="clip")
+        return array.reshape(-1, *array.shape[len(index) :]).take(where, axis=0, mode="clip")
+
+    return jax.tree.map(take, rows) if index else rows
 
 
 def write(rows: PyTree[np.ndarray], index: HostIndex | tuple[slice, ...], values: PyTree[Any]) -> None:
@@ -85,23 +93,27 @@ def write(rows: PyTree[np.ndarray], index: HostIndex | tuple[slice, ...], values
         return
 
     def put(array: np.ndarray, new: Any) -> None:
-        inside = [np.asarray(along) < size for along, size in zip(index, array.shape, strict=False)]
-        if all(there.all() for there in inside):
-            array[np.ix_(*index)] = np.asarray(new)
-            return
-        places = np.ix_(*(np.asarray(along)[there] for along, there in zip(index, inside, strict=True)))
-        array[places] = np.asarray(new)[np.ix_(*inside)]
+        plates, new = array.shape[: len(index)], np.asarray(new)
+        inside = [along < size for along, size in zip(index, plates, strict=True)]
+        if not all(there.all() for there in inside):
+            new = np.ascontiguousarray(new[np.ix_(*inside)])
+        within = tuple(along[there] for along, there in zip(index, inside, strict=True))
+        where = np.ravel_multi_index(_open(within), plates)
+        np.put(_items(array, len(index)), where, _items(new, len(index)))
 
     jax.tree.map(put, rows, values)
 
 
-def _clipped(index: HostIndex, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-    """Indices of a product, beyond the last row that row."""
+def _open(index: HostIndex) -> tuple[np.ndarray, ...]:
+    """Index vectors whose product is what they address when broadcast, like those of `np.ix_`; axes in front stay there."""
     last = len(index) - 1
-    return tuple(
-        np.minimum(along, size - 1).reshape(*along.shape[:-1], *[1] * axis, -1, *[1] * (last - axis))
-        for axis, (along, size) in enumerate(zip(index, shape, strict=False))
-    )
+    return tuple(along.reshape(*along.shape[:-1], *[1] * k, -1, *[1] * (last - k)) for k, along in enumerate(index))
+
+
+def _items(array: np.ndarray, ndim: int) -> np.ndarray:
+    """Rows as items, one after the other, which NumPy moves as a whole: several times faster than number by number."""
+    size = array.itemsize * int(np.prod(array.shape[ndim:]))
+    return array.reshape(-1).view(np.dtype((np.void, size)))
 
 
 def _per_row(function: Any, ndim: int) -> Any:

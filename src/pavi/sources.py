@@ -12,6 +12,8 @@ import numpy as np
 import xarray as xr
 from jaxtyping import Array
 
+from pavi import rows
+
 # Numbers read together where all data are read once, from first to last.
 BLOCK = 2**24
 
@@ -51,11 +53,18 @@ class Stored:
         return tuple(found) if found is not None and len(found) == self.ndim else (1,) * self.ndim
 
     def take(self, index: tuple[np.ndarray, ...]) -> np.ndarray:
-        """The part at the product of index vectors along the first axes. Beyond the last is the last."""
+        """The part at the product of index vectors along the first axes. Beyond the last is the last.
+
+        Index vectors may have an axis in front, for several products one after the other.
+        """
+        if isinstance(self.source, np.ndarray):
+            return rows.read(self.source, index)
+        if any(along.ndim > 1 for along in index):
+            return np.stack([self.take(each) for each in zip(*index, strict=True)])
         index = tuple(np.minimum(along, size - 1) for along, size in zip(index, self.shape, strict=False))
         if isinstance(self.source, xr.DataArray):
             return self.source[dict(zip(self.source.dims, index, strict=False))].values
-        if isinstance(self.source, np.ndarray | jax.Array):
+        if isinstance(self.source, jax.Array):
             return np.asarray(self.source[np.ix_(*index)])
         rest = tuple(slice(None) for _ in range(self.ndim - len(index)))
         return np.asarray(self.source.oindex[(*index, *rest)])

@@ -19,7 +19,6 @@ from jaxtyping import Array, Int
 
 from pavi.data import stored_at
 from pavi.hosting import Hosting
-from pavi.schedule import LONGEST_CHUNK
 from pavi.sources import Stored
 from pavi.stepping import Inputs, Problem, State, drawn_at
 from pavi.train import chunk_runner
@@ -67,7 +66,7 @@ class Streamed:
     def __call__(
         self, problem: Problem, inputs: Inputs, state: State, rates: np.ndarray, count: np.integer
     ) -> tuple[State, np.ndarray]:
-        elbos = np.full(LONGEST_CHUNK, np.nan)
+        elbos: list[Any] = []
         key, first = np.asarray(jax.random.key_data(state.key)), int(state.step)
         if self.hosting is not None:
             self.hosting.begin(state)
@@ -85,8 +84,9 @@ class Streamed:
             else:
                 last = start + taken == int(count)
                 state, found = self.hosting.run(inputs, state, some, taken, data, indices, None if last else coming)
-            elbos[start : start + taken] = np.asarray(found)[:taken]
-        return (state if self.hosting is None else self.hosting.end(state)), elbos
+            elbos.append(found)
+            jax.block_until_ready(elbos[-2:-1])  # the device goes on, while no more than two blocks of data lie there
+        return (state if self.hosting is None else self.hosting.end(state)), np.concatenate(elbos)
 
     def _next(self, key: np.ndarray, first: int) -> tuple[Mapping[str, np.ndarray], Mapping[str, Any]]:
         if self._ahead is not None and self._ahead[0] == (key.tobytes(), first):
@@ -98,8 +98,9 @@ def read_at(
     problem: Problem, stored: Mapping[str, Stored], indices: Mapping[str, np.ndarray], count: int
 ) -> dict[str, np.ndarray]:
     """The stored data of so many steps, one after the other, at the members of each."""
-    each = [stored_at(problem.template, stored, {plate: index[k] for plate, index in indices.items()}) for k in range(count)]
-    return {name: np.stack([data[name] for data in each]) for name in stored}
+    found = stored_at(problem.template, stored, indices)
+    whole = {name: array for name, array in found.items() if not problem.template.site(name).level}
+    return found | {name: np.broadcast_to(array, (count, *array.shape)) for name, array in whole.items()}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
