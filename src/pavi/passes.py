@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,14 @@ def draw_values(
 draw = quick_jit(static_argnums=(0, 1, 2, 3))(draw_values)
 
 
+class Counts(NamedTuple):
+    """How many draws came before a block, how many of the block count, and how many there will be."""
+
+    before: Any
+    here: Any
+    total: Any
+
+
 @quick_jit(static_argnums=(0, 1, 2), purpose=Purpose.READING)
 def block_moments(
     study: Study,
@@ -53,19 +61,30 @@ def block_moments(
     inputs: tuple,
     indices: dict,
     ids: Array,
-    count: Array,
+    counts: Counts,
+    running: dict[str, Array],
     seed: Array,
-) -> dict[str, tuple[Array, Array]]:
-    """Mean and sum of squared deviations of the first `count` of a block of draws."""
+) -> dict[str, Array]:
+    """Mean and sum of squared deviations of the draws so far, side by side; after the last draw, mean and sd.
+
+    Args:
+        running: the same of the draws before this block; not looked at before the first one.
+    """
     draws = draw_values(study, family, names, False, inputs, indices, ids, seed)
-    counts = jnp.arange(len(ids)) < count
+    before, here, total = (jnp.asarray(count, jnp.result_type(float)) for count in counts)
 
-    def summed(values: Array) -> tuple[Array, Array]:
-        used = counts.reshape(-1, *(1,) * (values.ndim - 1))
-        mean = jnp.where(used, values, 0.0).sum(0) / count
-        return mean, jnp.where(used, (values - mean) ** 2, 0.0).sum(0)
+    def moved_on(values: Array, running: Array) -> Array:
+        used = (jnp.arange(len(ids)) < counts.here).reshape(-1, *(1,) * (values.ndim - 1))
+        mean = jnp.where(used, values, 0.0).sum(0) / here
+        deviations = jnp.where(used, (values - mean) ** 2, 0.0).sum(0)
+        # Chan's update of a running mean and sum of squared deviations.
+        share, delta = here / (before + here), mean - running[0]
+        mean = jnp.where(before > 0, running[0] + delta * share, mean)
+        deviations = jnp.where(before > 0, running[1] + deviations + delta**2 * (before * share), deviations)
+        done = before + here == total
+        return jnp.stack([mean, jnp.where(done, jnp.sqrt(deviations / jnp.maximum(total - 1, 1)), deviations)])
 
-    return {name: summed(values) for name, values in draws.items()}
+    return {name: moved_on(values, running[name]) for name, values in draws.items()}
 
 
 @quick_jit(static_argnums=(0, 1, 2))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import xarray as xr
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from pavi import rows as row_ops
 from pavi import storage
@@ -23,7 +23,7 @@ from pavi.cascade import Study
 from pavi.data import Observations, stored_at
 from pavi.errors import SettingError
 from pavi.families import Family, Units, Weights
-from pavi.passes import CENTERED, block_moments, centers, draw, score
+from pavi.passes import CENTERED, Counts, block_moments, centers, draw, score
 from pavi.template import Kind, Site, Template
 from pavi.tiles import Tile, counts_here, one_ahead, tiles
 
@@ -196,30 +196,25 @@ class Posterior:
         """Mean and sd of each wanted site, tile by tile: (site, where in its plates, both)."""
         names = tuple(site.name for site in wanted)
         levels = tuple(dict.fromkeys(site.level for site in wanted))
-        running: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        running: dict[str, Array] = {}
 
-        def computed() -> Iterator[tuple[Tile, slice, dict]]:
+        def computed() -> Iterator[tuple[Tile, dict[str, Array]]]:
+            nonlocal running
             for tile, draws, ids in tiles(self.template, levels, members, num_samples, observed=False):
-                inputs = (self._inputs(tile), tile.indices, ids, np.int32(draws.stop - draws.start), seed_of(rng_key))
-                yield tile, draws, block_moments(self._study, self._family, names, *inputs)
-
-        for tile, draws, found in one_ahead(computed()):
-            for site in wanted:
-                if not counts_here(site, tile):
-                    continue
-                place = tuple(tile.slices[plate] for plate in site.level)
-                keep = tuple(slice(s.stop - s.start) for s in place)
-                mean, deviations = (np.asarray(part)[keep] for part in found[site.name])
-                if draws.start or draws.stop < num_samples:  # there are more blocks of draws
-                    mean, deviations = mean.astype(np.float64), deviations.astype(np.float64)
-                if draws.start:  # Chan's update of a running mean and sum of squared deviations by a block of draws
-                    before, new = draws.start, draws.stop - draws.start
-                    delta = mean - running[site.name][0]
-                    mean = running[site.name][0] + delta * (new / (before + new))
-                    deviations = running[site.name][1] + deviations + delta**2 * (before * new / (before + new))
-                running[site.name] = mean, deviations
+                if not running:
+                    shapes = {site.name: (len(tile.indices[p]) for p in site.level) for site in wanted}
+                    running = {site.name: jnp.zeros((2, *shapes[site.name], *site.member_shape)) for site in wanted}
+                counts = Counts(*map(np.int32, (draws.start, draws.stop - draws.start, num_samples)))
+                inputs = self._inputs(tile), tile.indices, ids, counts, running, seed_of(rng_key)
+                running = block_moments(self._study, self._family, names, *inputs)
                 if draws.stop == num_samples:
-                    both = np.stack([mean, np.sqrt(deviations / max(num_samples - 1, 1))])
+                    yield tile, running
+
+        for tile, found in one_ahead(computed()):
+            for site in wanted:
+                if counts_here(site, tile):
+                    place = tuple(tile.slices[plate] for plate in site.level)
+                    both = np.asarray(found[site.name])[(slice(None), *(slice(s.stop - s.start) for s in place))]
                     yield site, place, both.reshape(2, *both.shape[1 : 1 + len(place)], *site.display_shape)
 
     def elbo(self, num_samples: int = 64, rng_key: int | PRNGKeyArray = 0) -> Elbo:
