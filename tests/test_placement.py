@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,10 @@ import pytest
 import zarr
 
 import pavi
-from pavi import studying
+from pavi import hosting, studying
 from pavi.branch import draw_branch, fit_runs
 from pavi.hosting import _places
+from pavi.memory import in_all
 from pavi.planning import Place
 
 X = np.random.default_rng(0).normal(1.0, 1.5, size=(20, 6, 2)).astype(np.float32)
@@ -192,22 +195,41 @@ def test_a_placement_that_is_a_file_is_refused(tmp_path):
 
 
 def test_plan_moves_data_first_then_rows_then_refuses():
-    data = {"x": jax.ShapeDtypeStruct((20, 6, 2), np.float32)}
-    settings = {"batch": SETTINGS["batch"]}
-    whole = pavi.plan(model, data, **settings)
+    large, data = functools.partial(nested, 2000), {"x": jax.ShapeDtypeStruct((2000, 6), np.float32)}
+    settings = {"batch": {"group": 7, "point": 4}}
+    whole = pavi.plan(large, data, **settings)
     assert (whole.data_place, whole.rows_place) == (Place.DEVICE, Place.DEVICE)
     assert whole.encoding_sizes == {(): 8, ("group",): 8, ("group", "point"): 8}
-    some = pavi.plan(model, data, memory=whole.device_bytes - 1, **settings)
+    some = pavi.plan(large, data, memory=whole.device_bytes - 1, **settings)
     assert (some.data_place, some.rows_place) == (Place.HOST, Place.DEVICE)
-    assert some.device_bytes == whole.device_bytes - X.nbytes
-    little = pavi.plan(model, data, memory=some.device_bytes - 1, **settings)
+    assert some.device_bytes == whole.device_bytes - 2000 * 6 * 4 + some.ahead_bytes
+    # An eighth of the data is 53 steps of 7 x 4 members, and they are there twice.
+    assert some.ahead_bytes == 2 * 53 * 7 * 4 * 4
+    little = pavi.plan(large, data, memory=some.device_bytes - 1, **settings)
     assert (little.data_place, little.rows_place) == (Place.HOST, Place.HOST)
     with pytest.raises(pavi.PaviError, match="does not fit on the device"):
-        pavi.plan(model, data, memory=little.device_bytes - 1, **settings)
+        pavi.plan(large, data, memory=little.device_bytes - 1, **settings)
     with pytest.raises(pavi.PaviError, match="does not fit on the device"):
-        pavi.plan(model, data, memory=whole.device_bytes - 1, placement="device", **settings)
+        pavi.plan(large, data, memory=whole.device_bytes - 1, placement="device", **settings)
     with pytest.raises(pavi.PaviError, match="does not fit"):
-        pavi.plan(model, {"x": jnp.asarray(X)}, memory=some.device_bytes - 1, placement="device", **settings)
+        pavi.plan(model, {"x": jnp.asarray(X)}, memory=some.ahead_bytes, placement="device", **settings)
+
+
+def test_what_is_read_ahead_is_what_the_plan_counts(monkeypatch):
+    """Data of two blocks of steps; of rows two as they were read, and four times what steps made of them."""
+    settings = SETTINGS | {"steps": 40, "starts": 1}
+    planned = pavi.plan(model, {"x": X}, batch=SETTINGS["batch"], placement="host", family=FAMILY, starts=1)
+    held = set()
+
+    def run(problem, inputs, state, rates, count, stored, fetched, before):
+        state, elbos, made = compiled(problem, inputs, state, rates, count, stored, fetched, before)
+        held.add(2 * in_all(stored) + 2 * in_all(fetched.rows) + in_all(before, made) + 2 * in_all(made))
+        return state, elbos, made
+
+    compiled = hosting._runner(True)
+    monkeypatch.setattr(hosting, "_runner", lambda quick: run)
+    pavi.fit(model, {"x": X}, placement="host", **settings)
+    assert held == {planned.ahead_bytes}
 
 
 def test_runs_are_neighbours_and_count_each_member_alike():

@@ -10,7 +10,7 @@ import xarray as xr
 import zarr
 
 import pavi
-from pavi import streaming
+from pavi import ahead
 
 X = np.random.default_rng(0).normal(1.0, 1.5, size=(20, 6, 2)).astype(np.float32)
 
@@ -62,7 +62,7 @@ def test_stored_data_give_the_same_fit(source, in_memory, tmp_path):
 
 
 def test_the_length_of_blocks_does_not_matter(in_memory, tmp_path, monkeypatch):
-    monkeypatch.setattr(streaming, "AHEAD_BYTES", 700)
+    monkeypatch.setattr(ahead, "MOST_BYTES", 700)
     stored = fit(memmap(tmp_path))
     np.testing.assert_array_equal(stored.history["elbo"], in_memory.history["elbo"])
 

@@ -59,12 +59,6 @@ class Observations(NamedTuple):
         return self._replace(arrays={**self.arrays, **here}, stored=stored)
 
 
-def in_all(*trees: Any) -> int:
-    """Bytes of all arrays, stored or not."""
-    leaves = jax.tree.leaves(trees)
-    return sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in leaves)
-
-
 def observe(
     template: Template,
     data: Mapping[str, Any] | xr.Dataset,

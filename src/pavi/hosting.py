@@ -48,6 +48,13 @@ class Hosting:
         self._fetching: Future | None = None
         self._writing: list[Future] = []
 
+    def shapes(self) -> Rows:
+        """Shapes and dtypes of all rows in host memory and of the state of their optimizer."""
+        problem = self.problem
+        every = problem.family.shapes(problem.template, problem.whole).rows
+        start = functools.partial(row_ops.init_optimizer, problem.row_optimizer)
+        return {level: (rows, jax.eval_shape(start, rows)) for level, rows in every.items() if level in problem.hosted}
+
     def begin(self, state: State) -> None:
         """Takes over the rows of a state, as they are now."""
         wait(self._writing)  # what steps that failed have left behind

@@ -32,7 +32,7 @@ from pavi.evidence import (
 from pavi.families import Units
 from pavi.inner import Marginal
 from pavi.journal import Journal
-from pavi.planning import device_memory
+from pavi.memory import device_memory
 from pavi.proposing import KNOTS, Draws
 from pavi.sources import take
 from pavi.template import Kind, Level

@@ -11,14 +11,15 @@ from enum import Enum
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import xarray as xr
 
+from pavi.ahead import bytes_ahead
 from pavi.errors import SettingError
 from pavi.families import PAVI, Family, Polished, Weights
 from pavi.families.pulling import pull_size, pulled_levels
 from pavi.inner import Inner, Marginal
+from pavi.memory import device_memory, in_all
 from pavi.mesh import Shards
 from pavi.reading import check_batch, check_points, members_per_step, split_arguments
 from pavi.sharding import split_plate
@@ -32,8 +33,6 @@ from pavi.tracing import data_name, trace
 STEP_COST = 12
 # The same for a number of a point.
 POINT_COST = 3
-# Part of a device's memory that a fit may plan with.
-USABLE = 0.9
 # What XLA says when memory has run out, and what helps.
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED", "Out of memory"
 SMALLER = (
@@ -68,6 +67,7 @@ class Plan:
         data_place: where the data lie.
         rows_place: where rows and the state of their optimizer lie.
         stored_bytes: of the data, those that do not come to the device whole.
+        ahead_bytes: on the device, of what is read for some steps at a time.
         rows_bytes: of the state, those of the rows.
         devices: over how many devices the study is split.
     """
@@ -87,13 +87,14 @@ class Plan:
     rows_place: Place
     stored_bytes: int
     rows_bytes: int
+    ahead_bytes: int = 0
     devices: int = 1
 
     @property
     def device_bytes(self) -> int:
         """Bytes on the device at the peak."""
         elsewhere = self.stored_bytes + (self.rows_bytes if self.rows_place is Place.HOST else 0)
-        return self.data_bytes + self.state_bytes + self.temporary_bytes - elsewhere
+        return self.data_bytes + self.state_bytes + self.temporary_bytes + self.ahead_bytes - elsewhere
 
     @property
     def fits(self) -> bool:
@@ -111,6 +112,7 @@ class Plan:
             ("data", f"{_size(self.data_bytes)}, {self.data_place.value}"),
             ("weights, rows, optimizer", f"{_size(self.state_bytes)}, {self.rows_place.value}"),
             ("one step beside these", _size(self.temporary_bytes)),
+            *([("read ahead of the steps", _size(self.ahead_bytes))] if self.ahead_bytes else []),
             (
                 "device in all" if self.devices == 1 else f"each of {self.devices} devices",
                 f"{_size(self.device_bytes)} of {_size(self.memory)}",
@@ -233,7 +235,7 @@ def make_plan(
 
     parts = {site.name: part(site.level, sizes[site.name]) for site in template.observed}
     stored = sum(parts[name] for name, array in arrays.items() if is_stored(array))
-    movable = sum(parts[name] for name, array in arrays.items() if not isinstance(array, jax.Array)) - stored
+    movable = sum(parts[name] for name, array in arrays.items() if _is_movable(array)) - stored
     # An array on the device whose axes are in another order is there twice: as it came, and as steps read it. It is there as
     # a whole beside the part that a device has of it.
     on_device = [site for site in template.observed if isinstance(arrays[site.name], jax.Array)]
@@ -242,14 +244,21 @@ def make_plan(
     here = chosen if shards is None else chosen | {shards.plate: -(-chosen[shards.plate] // shards.parts)}
     step_bytes, temporary_bytes = _of_a_step(template, arrays, state, here, num_particles, inner)
     rows_of = {level: (rows, state.row_optimizer[level]) for level, rows in state.weights.rows.items()}
-    rows_bytes = sum(part(level, _bytes(each)) for level, each in rows_of.items())
-    state_bytes = _bytes((state.weights._replace(rows={}), state.optimizer)) + rows_bytes
+    rows_bytes = sum(part(level, in_all(each)) for level, each in rows_of.items())
+    state_bytes = in_all((state.weights._replace(rows={}), state.optimizer)) + rows_bytes
     if shards is None:  # else, when training ends, rows come together elsewhere if there is no room
         temporary_bytes = max(temporary_bytes, pull_bytes(template, family, weights))
         if polished is not None:
             temporary_bytes = max(temporary_bytes, _polish_bytes(template, polished, weights, whole, state_bytes))
+
+    def ahead(elsewhere: Callable[[Any], bool], hosted: bool) -> int:
+        """Bytes of what is read ahead, if data of some kind, and rows or not, do not lie on the device."""
+        away = {name: array for name, array in arrays.items() if elsewhere(array)}
+        rows = {level: each for level, each in rows_of.items() if level and hosted}
+        return bytes_ahead(template, chosen, here, away, rows)
+
     # Starts begin from a copy of the first rows on the device.
-    copied = sum(part(level, _bytes(rows)) for level, rows in weights.rows.items()) if starts > 1 else 0
+    copied = sum(part(level, in_all(rows)) for level, rows in weights.rows.items()) if starts > 1 else 0
     found = Plan(
         template=template,
         num_latents=template.num_latents,
@@ -257,7 +266,7 @@ def make_plan(
         num_rows=sum(math.prod(rows.shape[:-1]) for rows in weights.rows.values()),
         batch=chosen,
         encoding_sizes={level: rows.shape[-1] for level, rows in weights.rows.items()},
-        data_bytes=sum(parts.values()) + doubled + _bytes(arguments),
+        data_bytes=sum(parts.values()) + doubled + in_all(arguments),
         state_bytes=state_bytes,
         temporary_bytes=max(temporary_bytes, copied),
         step_bytes=step_bytes,
@@ -266,12 +275,21 @@ def make_plan(
         rows_place=Place.DEVICE,
         stored_bytes=stored,
         rows_bytes=rows_bytes,
+        ahead_bytes=ahead(is_stored, False),
         devices=1 if shards is None else shards.parts,
     )
-    data_on_host = dataclasses.replace(found, data_place=Place.HOST, stored_bytes=stored + movable) if movable else found
-    both_on_host = data_on_host
+    data_on_host = both_on_host = found
+    if movable:
+        data_on_host = both_on_host = dataclasses.replace(
+            found, data_place=Place.HOST, stored_bytes=stored + movable, ahead_bytes=ahead(_is_movable, False)
+        )
     if rows_bytes and shards is None:  # several devices hold their own rows
-        both_on_host = dataclasses.replace(data_on_host, rows_place=Place.HOST, temporary_bytes=temporary_bytes)
+        both_on_host = dataclasses.replace(
+            data_on_host,
+            rows_place=Place.HOST,
+            temporary_bytes=temporary_bytes,
+            ahead_bytes=ahead(_is_movable, True),
+        )
     every = (found, data_on_host, both_on_host)
     choices = every if placement is None else every[:1] if placement == "device" else every[-1:]
     for choice in choices:
@@ -293,13 +311,13 @@ def _of_a_step(
     def members(level: Level) -> int:
         return math.prod(batch[plate] for plate in level)
 
-    moved, touched = _bytes(state.weights.shared), 0
+    moved, touched = in_all(state.weights.shared), 0
     for site in template.observed:
         numbers = members(site.level) * math.prod(site.member_shape)
         moved += numbers * np.dtype(arrays[site.name].dtype).itemsize
         touched += numbers
     for level, rows in state.weights.rows.items():
-        per_member = (_bytes(rows) + _bytes(state.row_optimizer[level])) // math.prod(template.sizes(level))
+        per_member = (in_all(rows) + in_all(state.row_optimizer[level])) // math.prod(template.sizes(level))
         moved += 2 * members(level) * per_member
     for site in template.latents:
         touched += members(site.level) * num_particles * (site.size * STEP_COST + 64)
@@ -326,9 +344,14 @@ def _polish_bytes(template: Template, family: Family, before: Weights, whole: fr
     if not plates:
         return 0
     weights = Polished(family, Marginal(plates[0], None, 2)).shapes(template, whole)
-    new = _bytes(weights.rows)
-    kept = _bytes(before.rows) + new + 2 * _bytes(weights.memory)
+    new = in_all(weights.rows)
+    kept = in_all(before.rows) + new + 2 * in_all(weights.memory)
     return max(kept, kept + new + pull_bytes(template, family, weights) - state_bytes)
+
+
+def _is_movable(array: Any) -> bool:
+    """Whether data are not on the device already."""
+    return not isinstance(array, jax.Array)
 
 
 def _in_order(site: Site) -> bool:
@@ -363,28 +386,6 @@ def folder_of(placement: str | os.PathLike | None) -> str | None:
             f"({error})."
         ) from error
     return os.fspath(placement)
-
-
-def free_memory() -> int:
-    """Bytes of memory that the default device has left for more arrays."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return device_memory() - stats.get("bytes_in_use", 0)
-
-
-def device_memory() -> int:
-    """Bytes of memory that a fit may use on the default device."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return int(USABLE * stats["bytes_limit"])
-    return int(USABLE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def _bytes(tree: Any) -> int:
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        itemsize = 4 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.dtype(leaf.dtype).itemsize
-        total += int(np.prod(leaf.shape, dtype=np.int64)) * itemsize
-    return total
 
 
 def _size(count: int) -> str:

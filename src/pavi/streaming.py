@@ -17,16 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from pavi.ahead import steps_ahead
 from pavi.data import stored_at
 from pavi.hosting import Hosting
 from pavi.sources import Stored
 from pavi.stepping import Inputs, Problem, State, drawn_at
 from pavi.train import chunk_runner
-
-# Bytes of data read ahead, and at most for how many steps, and of rows in host memory.
-AHEAD_BYTES = 2**27
-MOST_AHEAD, MOST_HOSTED = 64, 8
-
 
 # Reads the data of the next steps: (key, first step, how many) -> members of each plate, and data by site, step by step.
 Reader = Callable[[np.ndarray, int, int], tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]
@@ -51,15 +47,8 @@ class Streamed:
         hosting: Hosting | None = None,
     ):
         self.read, self.run, self.hosting = read, run, hosting
-        batch = dict(problem.batch)
-        each = sum(
-            np.prod([batch[plate] for plate in problem.template.site(name).level], dtype=np.int64)
-            * np.prod(problem.template.site(name).member_shape, dtype=np.int64)
-            * np.dtype(array.dtype).itemsize
-            for name, array in stored.items()
-        )
-        most = MOST_AHEAD if hosting is None else MOST_HOSTED
-        self.block = int(np.clip(AHEAD_BYTES // max(int(each), 1), 2, most))
+        rows = {} if hosting is None else hosting.shapes()
+        self.block = steps_ahead(problem.template, dict(problem.batch), stored, rows)
         self._pool = ThreadPoolExecutor(1)
         self._ahead: tuple[tuple, Future] | None = None
 

@@ -15,9 +15,10 @@ import optax
 
 from pavi.cascade import Study
 from pavi.checkpoint import Keeper, Progress
-from pavi.data import Observations, in_all
+from pavi.data import Observations
 from pavi.families import Reading, Units, Weights
-from pavi.planning import free_memory, pull_bytes
+from pavi.memory import free_memory, in_all
+from pavi.planning import pull_bytes
 from pavi.schedule import Schedule, Stop
 from pavi.setting import Setting, identity_of, problem_of, runner_of
 from pavi.sharding import gathered
