@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import optax
 import pytest
 import zarr
 
 import pavi
-from pavi import hosting, studying
+from pavi import hosting, streaming, studying
 from pavi.branch import draw_branch, fit_runs
+from pavi.experiments.stepwise import start
 from pavi.hosting import _places
 from pavi.memory import in_all
 from pavi.planning import Place
@@ -92,6 +95,72 @@ def test_rows_in_memory_maps_give_the_same_fit(on_device, tmp_path):
     assert isinstance(mapped._weights.rows["group", "point"], np.memmap)
     assert list((tmp_path / "rows").glob("*.npy"))
     same(mapped, on_device)
+
+
+def test_a_second_fit_in_a_folder_leaves_the_first_one_alone(tmp_path):
+    first = pavi.fit(model, {"x": X}, placement=tmp_path / "rows", **SETTINGS | {"steps": 20})
+    draws = first.sample(5)
+    pavi.fit(nested, {"x": X[..., 0]}, placement=tmp_path / "rows", **SETTINGS | {"steps": 20})
+    np.testing.assert_array_equal(first.sample(5)["each"], draws["each"])
+
+
+def test_steps_that_failed_write_nothing_any_more():
+    """Else they would write into the rows of the fit that comes next."""
+    problem, *_ = start(model, {"x": X}, FAMILY, SETTINGS["batch"], 1)
+    held, running, late = np.zeros((20, 3)), threading.Event(), hosting.Hosting(problem, True)
+    late._rows = {("group",): held}
+    late._pool.submit(running.wait)
+    late._writing.append(late._pool.submit(late._write, {"group": np.array([[0, 5]])}, {("group",): np.ones((1, 2, 3))}, 1))
+    late.abandon()
+    running.set()
+    late._pool.shutdown()
+    assert not held.any()
+
+
+def test_a_read_that_fails_ends_the_fit(tmp_path, monkeypatch):
+    def read(*args):
+        monkeypatch.undo()
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(streaming, "read_at", read)
+    with pytest.raises(OSError, match="the disk is gone"):
+        pavi.fit(model, {"x": X}, placement=tmp_path / "rows", **SETTINGS)
+
+
+@pytest.mark.parametrize("placement", ["host", "stored"])
+def test_settings_of_jax_for_one_thread_hold_for_what_is_read_ahead(placement, tmp_path):
+    np.save(tmp_path / "x.npy", X)
+    stored = {"x": np.load(tmp_path / "x.npy", mmap_mode="r")}
+    settings = SETTINGS | {"steps": 40}
+    with jax.threefry_partitionable(False):
+        expected = pavi.fit(model, {"x": X}, **settings)
+        found = pavi.fit(model, stored, **settings) if placement == "stored" else None
+        found = found or pavi.fit(model, {"x": X}, placement=placement, **settings)
+        np.testing.assert_allclose(found.history["elbo"], expected.history["elbo"], rtol=1e-5)
+
+
+def test_sites_may_have_the_names_of_what_a_step_is_given():
+    def named():
+        mu = numpyro.sample("mu", dist.Normal(0, 3))
+        with numpyro.plate("group", 20):
+            theta = numpyro.sample("theta", dist.Normal(mu, 1))
+            numpyro.sample("rate", dist.Normal(theta, 1))
+
+    settings = SETTINGS | {"steps": 5, "batch": {"group": 7}}
+    fits = [pavi.fit(named, {"rate": X[:, 0, 0]}, placement=placement, **settings) for placement in ("device", "host")]
+    np.testing.assert_allclose(fits[1].history["elbo"], fits[0].history["elbo"], rtol=1e-5)
+
+
+def test_random_keys_of_an_optimizer_are_refused_on_the_host():
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.adam(1e-2))
+    with pytest.raises(pavi.SettingError, match="holds a random key per row"):
+        pavi.fit(model, {"x": X}, placement="host", optimizer=noisy, **SETTINGS)
+
+
+def test_cascading_flows_read_data_in_host_memory():
+    settings = SETTINGS | {"family": pavi.baselines.CascadingFlows(), "batch": None, "steps": 5}
+    hosted, kept = (pavi.fit(model, {"x": X}, placement=placement, **settings) for placement in ("host", "device"))
+    np.testing.assert_allclose(hosted.sample(5)["theta"], kept.sample(5)["theta"], rtol=1e-3, atol=1e-3)
 
 
 def test_hosted_rows_go_on_from_a_checkpoint_and_can_be_updated(on_device, tmp_path):
@@ -223,7 +292,7 @@ def test_what_is_read_ahead_is_what_the_plan_counts(monkeypatch):
 
     def run(problem, inputs, state, rates, count, stored, fetched, before):
         state, elbos, made = compiled(problem, inputs, state, rates, count, stored, fetched, before)
-        held.add(2 * in_all(stored) + 2 * in_all(fetched.rows) + in_all(before, made) + 2 * in_all(made))
+        held.add(2 * in_all(stored) + 2 * in_all(fetched) + in_all(before, made) + 2 * in_all(made))
         return state, elbos, made
 
     compiled = hosting._runner(True)

@@ -169,6 +169,28 @@ def test_load_of_nothing_and_of_broken_files(fit, tmp_path):
         pavi.load(tmp_path / "other.npz", model)
 
 
+def test_numbers_in_half_precision_no_members_and_a_single_datum():
+    def small():
+        mu = numpyro.sample("mu", dist.Normal(300, 5))
+        numpyro.sample("alone", dist.Normal(mu, 1))
+        with numpyro.plate("item", 3):
+            theta = numpyro.sample("theta", dist.Normal(mu, 1))
+            numpyro.deterministic("half", theta.astype(jnp.float16))
+            numpyro.sample("x", dist.Normal(theta, 1))
+
+    data = {"alone": np.float32(300), "x": np.array([299, 300, 301], np.float32)}
+    fit = pavi.fit(small, data, steps=5, progress_bar=False)
+    # The sum of so many draws is beyond the largest number of half precision.
+    draws, moments = fit.sample(300)["half"].astype(np.float32), fit.moments(num_samples=300)["half"]
+    np.testing.assert_allclose(moments.sel(moment="mean"), draws.mean(("chain", "draw")), rtol=1e-5)
+    np.testing.assert_allclose(moments.sel(moment="sd"), draws.std(("chain", "draw"), ddof=1), rtol=1e-4)
+    for read in (fit.sample, fit.moments):
+        none = read(num_samples=10, sites=["mu", "theta"], where={"item": []})
+        assert none.sizes["item"] == 0
+        np.testing.assert_array_equal(none["mu"], read(num_samples=10, sites=["mu"])["mu"])
+    assert fit.to_datatree(3)["observed_data"]["alone"].shape == ()
+
+
 def test_moments_can_be_written_to_zarr(fit, tmp_path, monkeypatch):
     kept = fit.moments(num_samples=300)
     monkeypatch.setattr(tiles, "CPU_TILE", 2**12)  # many tiles

@@ -51,3 +51,21 @@ def test_scatter_is_in_place_in_a_compiled_loop():
     loop = jax.jit(lambda array: jax.lax.fori_loop(0, 100, body, array), donate_argnums=0)
     compiled = loop.lower(jax.ShapeDtypeStruct((size, 2), jnp.float32)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 1000
+
+
+def test_on_the_host_rows_are_read_and_written_at_the_product_of_indices():
+    """Whatever the layout: in one piece or not, one number per row, several or none, and values of another kind."""
+    index = (np.array([2, 0]), np.array([1, 9, 3]))  # the fifth column is the last, so nothing is written at the tenth
+    several = (np.stack([index[0], index[0][::-1]]), np.stack([index[1], index[1] - 1]))
+    for tail in ((3,), (), (0,)):
+        plain = np.arange(4 * 5 * int(np.prod(tail)), dtype=np.float64).reshape(4, 5, *tail)
+        for array in (plain.copy(), np.asfortranarray(plain), np.repeat(plain, 2, axis=0)[::2]):
+            expected = plain[np.ix_([2, 0], [1, 4, 3])]
+            np.testing.assert_array_equal(rows.read(array, index), expected)
+            both = rows.read(array, several)
+            np.testing.assert_array_equal(both[0], expected)
+            np.testing.assert_array_equal(both[1], plain[np.ix_([0, 2], [0, 4, 2])])
+            rows.write(array, index, -expected.astype(np.float32) - 1)
+            changed = plain.copy()
+            changed[np.ix_([2, 0], [1, 3])] = -plain[np.ix_([2, 0], [1, 3])] - 1
+            np.testing.assert_array_equal(array, changed)

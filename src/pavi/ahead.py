@@ -42,7 +42,10 @@ def bytes_ahead(
 ) -> int:
     """Bytes of these on a device that looks at the members `here`, all devices together at those of the batch."""
     of_data, of_rows = _per_step(template, here, data, rows)
-    return steps_ahead(template, batch, data, rows) * (DATA_BLOCKS * of_data + ROW_BLOCKS * of_rows)
+    steps = steps_ahead(template, batch, data, rows)
+    # For each member of two blocks, where it was in each step of its own block and of the one before.
+    places = 2 * steps * 2 * steps * sum(here[plate] for plate in {plate for level in rows for plate in level})
+    return steps * (DATA_BLOCKS * of_data + ROW_BLOCKS * of_rows) + 4 * places
 
 
 def _per_step(

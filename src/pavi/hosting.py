@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +48,7 @@ class Hosting:
         self._made: Rows | None = None
         self._fetching: Future | None = None
         self._writing: list[Future] = []
+        self._lock = Lock()  # held while rows are written, and by who takes them away
 
     def shapes(self) -> Rows:
         """Shapes and dtypes of all rows in host memory and of the state of their optimizer."""
@@ -57,9 +59,19 @@ class Hosting:
 
     def begin(self, state: State) -> None:
         """Takes over the rows of a state, as they are now."""
-        wait(self._writing)  # what steps that failed have left behind
-        self._writing.clear()
         self._rows, self._made, self._fetching = _rows_of(self.problem, state), None, None
+
+    def abandon(self) -> None:
+        """Leaves rows as they are after steps that failed: nothing that waits to be written is written any more."""
+        for each in self._writing:
+            each.cancel()
+        with self._lock:
+            self._rows = {}
+        self._release()
+
+    def _release(self) -> None:
+        self._rows, self._made, self._fetching = {}, None, None
+        self._writing.clear()
 
     def run(
         self,
@@ -91,8 +103,9 @@ class Hosting:
         """The state with all rows on the host, written."""
         for each in self._writing:
             each.result()
-        self._writing.clear()
-        return _with_rows(state, self._rows)
+        whole = _with_rows(state, self._rows)
+        self._release()
+        return whole
 
     def _fetch(self, members: Members, before: Members | None) -> Fetched:
         fetched = {level: row_ops.read(rows, tuple(members[plate] for plate in level)) for level, rows in self._rows.items()}
@@ -105,9 +118,10 @@ class Hosting:
     def _write(self, members: Members, made: Rows, count: int) -> None:
         made = jax.tree.map(np.asarray, made)
         for k in range(count):  # of a member that is there twice the last counts
-            for level, rows in self._rows.items():
-                place = tuple(members[plate][k] for plate in level)
-                row_ops.write(rows, place, jax.tree.map(lambda each: each[k], made[level]))  # noqa: B023 (called at once)
+            with self._lock:
+                for level, rows in self._rows.items():
+                    place = tuple(members[plate][k] for plate in level)
+                    row_ops.write(rows, place, jax.tree.map(lambda each: each[k], made[level]))  # noqa: B023 (called at once)
 
 
 def _rows_of(problem: Problem, state: State) -> dict[Level, tuple]:

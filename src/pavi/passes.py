@@ -72,8 +72,10 @@ def block_moments(
     """
     draws = draw_values(study, family, names, False, inputs, indices, ids, seed)
     before, here, total = (jnp.asarray(count, jnp.result_type(float)) for count in counts)
+    done = counts.before + counts.here == counts.total
 
     def moved_on(values: Array, running: Array) -> Array:
+        values = values.astype(jnp.promote_types(values.dtype, here.dtype))  # sums need more digits than draws
         used = (jnp.arange(len(ids)) < counts.here).reshape(-1, *(1,) * (values.ndim - 1))
         mean = jnp.where(used, values, 0.0).sum(0) / here
         deviations = jnp.where(used, (values - mean) ** 2, 0.0).sum(0)
@@ -81,7 +83,6 @@ def block_moments(
         share, delta = here / (before + here), mean - running[0]
         mean = jnp.where(before > 0, running[0] + delta * share, mean)
         deviations = jnp.where(before > 0, running[1] + deviations + delta**2 * (before * share), deviations)
-        done = before + here == total
         return jnp.stack([mean, jnp.where(done, jnp.sqrt(deviations / jnp.maximum(total - 1, 1)), deviations)])
 
     return {name: moved_on(values, running[name]) for name, values in draws.items()}

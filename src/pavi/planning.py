@@ -244,8 +244,8 @@ def make_plan(
     here = chosen if shards is None else chosen | {shards.plate: -(-chosen[shards.plate] // shards.parts)}
     step_bytes, temporary_bytes = _of_a_step(template, arrays, state, here, num_particles, inner)
     rows_of = {level: (rows, state.row_optimizer[level]) for level, rows in state.weights.rows.items()}
-    rows_bytes = sum(part(level, in_all(each)) for level, each in rows_of.items())
-    state_bytes = in_all((state.weights._replace(rows={}), state.optimizer)) + rows_bytes
+    rows_bytes = sum(part(level, in_all(each)) for level, each in rows_of.items() if level)
+    state_bytes = in_all(state.weights._replace(rows={}), state.optimizer, rows_of.get(())) + rows_bytes
     if shards is None:  # else, when training ends, rows come together elsewhere if there is no room
         temporary_bytes = max(temporary_bytes, pull_bytes(template, family, weights))
         if polished is not None:

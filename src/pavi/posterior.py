@@ -24,6 +24,7 @@ from pavi.data import Observations, stored_at
 from pavi.errors import SettingError
 from pavi.families import Family, Units, Weights
 from pavi.passes import CENTERED, Counts, block_moments, centers, draw, score
+from pavi.sources import load
 from pavi.template import Kind, Site, Template
 from pavi.tiles import Tile, counts_here, one_ahead, tiles
 
@@ -256,21 +257,15 @@ class Posterior:
 
     def _groups(self, num_samples: int, predict: bool, rng_key: int | PRNGKeyArray) -> dict[str, xr.Dataset]:
         groups = {"posterior": self.sample(num_samples, rng_key=rng_key)}
+        data = self._observations.everything
         arrays = {
-            site.name: np.asarray(self._data(site)).reshape(*self.template.sizes(site.level), *site.display_shape)
+            site.name: np.asarray(load(data[site.name])).reshape((*self.template.sizes(site.level), *site.display_shape))
             for site in self.template.observed
         }
         groups["observed_data"] = self._dataset(self.template.observed, self._members(None), arrays, ())
         if predict:
             groups["posterior_predictive"] = self.predict(num_samples, rng_key=rng_key)
         return groups
-
-    def _data(self, site: Site) -> Any:
-        """All data of a site, read into memory where they are stored."""
-        stored = self._observations.stored.get(site.name)
-        if stored is None:
-            return self._observations.arrays[site.name]
-        return np.concatenate([part for _, part in stored.blocks()])
 
     def _inputs(self, tile: Tile) -> tuple[Any, ...]:
         stored = stored_at(self.template, self._observations.stored, tile.indices)

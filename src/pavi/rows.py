@@ -9,6 +9,7 @@ the row does.
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -60,7 +61,9 @@ def on_host(optimizer: optax.GradientTransformation, rows: Any, path: str | None
         shape = (rows.shape[0], *like.shape[1:])
         if path is None:
             return np.empty(shape, like.dtype)
-        return np.lib.format.open_memmap(f"{path}-{next(names)}.npy", "w+", like.dtype, shape)
+        file = f"{path}-{next(names)}.npy"
+        Path(file).unlink(missing_ok=True)  # who still maps one that was there keeps it
+        return np.lib.format.open_memmap(file, "w+", like.dtype, shape)
 
     step = max(1, HOST_BLOCK * rows.shape[0] // max(rows.size, 1))
     first = rows[:1]
@@ -78,7 +81,7 @@ def read(rows: PyTree[np.ndarray], index: HostIndex) -> PyTree[np.ndarray]:
 
     def take(array: np.ndarray) -> np.ndarray:
         array, plates = np.asarray(array), array.shape[: len(index)]
-        if not array.flags.c_contiguous:
+        if not array.size or not array.flags.c_contiguous:
             return array[tuple(np.minimum(along, size - 1) for along, size in zip(_open(index), plates, strict=True))]
         where = np.ravel_multi_index(_open(index), plates, mode="clip")
         return array.reshape(-1, *array.shape[len(index) :]).take(where, axis=0, mode="clip")
@@ -93,11 +96,14 @@ def write(rows: PyTree[np.ndarray], index: HostIndex | tuple[slice, ...], values
         return
 
     def put(array: np.ndarray, new: Any) -> None:
-        plates, new = array.shape[: len(index)], np.asarray(new)
+        plates, new = array.shape[: len(index)], np.asarray(new, array.dtype)
         inside = [along < size for along, size in zip(index, plates, strict=True)]
         if not all(there.all() for there in inside):
             new = np.ascontiguousarray(new[np.ix_(*inside)])
         within = tuple(along[there] for along, there in zip(index, inside, strict=True))
+        if not array.size or not array.flags.c_contiguous:
+            array[np.ix_(*within)] = new
+            return
         where = np.ravel_multi_index(_open(within), plates)
         np.put(_items(array, len(index)), where, _items(new, len(index)))
 

@@ -28,7 +28,7 @@ from pavi.inner import Inner
 from pavi.mesh import SHARD, Shards
 from pavi.sources import Stored
 from pavi.stepping import Inputs, Problem, State, drawn_at, state_specs
-from pavi.streaming import Reader, Streamed, read_at
+from pavi.streaming import Source, Streamed, read_at
 from pavi.template import Template
 from pavi.train import run_chunk
 
@@ -132,7 +132,8 @@ class Sharded:
         self.shards, self.quick = problem.shards, quick
         self.stored = dict(stored)
         self._held = {} if streamed else {name: self._lay_out(problem, name, array) for name, array in stored.items()}
-        self._streamed = Streamed(problem, stored, self._reader(problem), self._run) if stored and streamed else None
+        source = functools.partial(self._source, problem)
+        self._streamed = Streamed(problem, stored, source, self._run) if stored and streamed else None
         self._inputs: tuple[Inputs, Inputs] | None = None
 
     def __call__(self, problem: Problem, inputs: Inputs, state: State, rates: Any, count: Any) -> tuple[State, Any]:
@@ -176,22 +177,29 @@ class Sharded:
     def _step_spec(self, problem: Problem, name: str) -> PartitionSpec:
         return PartitionSpec(None, *self._spec(problem, name))
 
-    def _reader(self, problem: Problem) -> Reader:
-        """Reads the data of coming steps, for each device those of the members that it draws."""
+    def _source(self, problem: Problem, count: int) -> Source:
+        """Reads the data of so many steps, for each device those of the members that it draws."""
         template, batch = problem.template, dict(problem.batch)
+        wanted = {}
+        for name in self.stored:
+            site = template.site(name)
+            shape = (count, *(batch[plate] for plate in site.level), *site.member_shape)
+            wanted[name] = shape, NamedSharding(self.shards.mesh, self._step_spec(problem, name))
 
-        def read(key: np.ndarray, first: int, count: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-            drawn = jax.device_get(_members(problem, count, key, np.int32(first)))
-            found = {}
-            for name in self.stored:
-                site = template.site(name)
-                shape = (count, *(batch[plate] for plate in site.level), *site.member_shape)
-                target = NamedSharding(self.shards.mesh, self._step_spec(problem, name))
-                part = functools.partial(self._part, problem, name, drawn)
-                found[name] = jax.make_array_from_callback(shape, target, part)
+        def read(members: Any) -> tuple[dict[str, np.ndarray], Any]:
+            drawn, found = jax.device_get(members), {}
+            for name, (shape, target) in wanted.items():
+                parts = {_begins(index): index for index in target.addressable_devices_indices_map(shape).values()}
+                found[name] = {begin: self._part(problem, name, drawn, index) for begin, index in parts.items()}
             return {}, found
 
-        return read
+        def put(found: Any) -> dict[str, Array]:
+            def put_site(name: str, shape: tuple[int, ...], target: NamedSharding) -> Array:
+                return jax.make_array_from_callback(shape, target, lambda index: found[name][_begins(index)])
+
+            return {name: put_site(name, *each) for name, each in wanted.items()}
+
+        return Source(functools.partial(_members, problem, count), read, put)
 
     def _part(self, problem: Problem, name: str, drawn: Mapping[str, np.ndarray], index: Any) -> np.ndarray:
         """The data of one site that one device is to have, of several steps."""
@@ -201,6 +209,11 @@ class Sharded:
         indices = {each: members[device] for each, members in drawn.items()}
         indices[plate] = indices[plate] + self.shards.firsts[device]
         return read_at(problem, {name: self.stored[name]}, indices, len(indices[plate]))[name]
+
+
+def _begins(index: tuple[slice, ...] | None) -> tuple[int, ...]:
+    """Where a part of an array begins along each axis."""
+    return tuple(along.start or 0 for along in index or ())
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -110,6 +110,13 @@ def take_each(array: Any, index: list[np.ndarray]) -> np.ndarray:
     )
 
 
+def load(array: Any) -> Any:
+    """All of an array, stored or not, in memory."""
+    if not isinstance(array, Stored):
+        return array
+    return np.concatenate([part for _, part in array.blocks()]) if array.ndim else array.take(())
+
+
 def is_stored(value: Any) -> bool:
     """Whether data lie outside of memory and are to stay there."""
     if isinstance(value, xr.DataArray):

@@ -26,6 +26,7 @@ from pavi import rows as row_ops
 from pavi.branch import Branch, draw_branch
 from pavi.cascade import Study, cascade
 from pavi.elbo import reduced_elbo
+from pavi.errors import SettingError
 from pavi.families import Family, Glimpse, Joint, Units, Weights
 from pavi.inner import Inner
 from pavi.mesh import SHARD, Shards
@@ -102,7 +103,9 @@ class Problem:
             sizes[self.shards.plate] = self.shards.parts * self.shards.length
         return frozenset(plate for plate, count in self.batch if count == sizes[plate])
 
-    def step(self, inputs: Inputs, state: State, rate: Float[Array, ""], **stored: Array) -> tuple[State, Float[Array, ""]]:
+    def step(
+        self, inputs: Inputs, state: State, rate: Float[Array, ""], /, **stored: Array
+    ) -> tuple[State, Float[Array, ""]]:
         return step(self, inputs, state, rate, stored)
 
 
@@ -165,6 +168,11 @@ def place(problem: Problem, weights: Weights, seed: np.ndarray) -> State:
     rest = {level: rows for level, rows in weights.rows.items() if level not in problem.hosted}
     state = first_state(problem.optimizer, problem.row_optimizer, weights._replace(rows=rest), seed)
     rows, optimizer = dict(state.weights.rows), dict(state.row_optimizer)
+    if hosted and any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(state.optimizer)):
+        raise SettingError(
+            "optimizer=...: its state holds a random key per row, and rows are to lie in host memory, where keys cannot. "
+            "Take an optimizer without random numbers, or placement='device'."
+        )
     for level, array in hosted.items():
         rows[level], optimizer[level] = row_ops.on_host(
             problem.row_optimizer, array, problem.folder and os.path.join(problem.folder, "-".join(level))

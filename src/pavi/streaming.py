@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,19 @@ from pavi.sources import Stored
 from pavi.stepping import Inputs, Problem, State, drawn_at
 from pavi.train import chunk_runner
 
-# Reads the data of the next steps: (key, first step, how many) -> members of each plate, and data by site, step by step.
-Reader = Callable[[np.ndarray, int, int], tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]
+
+class Source(NamedTuple):
+    """Where the data of steps come from.
+
+    JAX is asked for members, and given data, in the thread that trains: settings of JAX may hold for that thread alone.
+    """
+
+    members: Callable[[np.ndarray, np.integer], Any]
+    """The members that a block of steps looks at, from a key and the number of the first step."""
+    read: Callable[[Any], tuple[Mapping[str, np.ndarray], Any]]
+    """The same on the host, and the data of these members."""
+    put: Callable[[Any], Any] = lambda data: data
+    """Puts data where steps look for them."""
 
 
 class Streamed:
@@ -33,7 +44,7 @@ class Streamed:
 
     Args:
         stored: such data.
-        read: reads their data.
+        source: reads their data for so many steps.
         run: runs a few steps, whose data it is given after the other arguments of `chunk_runner`.
         hosting: runs them instead where rows lie in host memory.
     """
@@ -42,45 +53,62 @@ class Streamed:
         self,
         problem: Problem,
         stored: Mapping[str, Stored],
-        read: Reader,
+        source: Callable[[int], Source],
         run: Callable[..., tuple[State, Any]],
         hosting: Hosting | None = None,
     ):
-        self.read, self.run, self.hosting = read, run, hosting
+        self.run, self.hosting = run, hosting
         rows = {} if hosting is None else hosting.shapes()
         self.block = steps_ahead(problem.template, dict(problem.batch), stored, rows)
+        self.source = source(self.block)
         self._pool = ThreadPoolExecutor(1)
         self._ahead: tuple[tuple, Future] | None = None
 
     def __call__(
         self, problem: Problem, inputs: Inputs, state: State, rates: np.ndarray, count: np.integer
     ) -> tuple[State, np.ndarray]:
+        if self.hosting is None:
+            return self._steps(problem, inputs, state, rates, int(count))
+        try:
+            self.hosting.begin(state)
+            state, elbos = self._steps(problem, inputs, state, rates, int(count))
+            return self.hosting.end(state), elbos
+        except BaseException:
+            self.hosting.abandon()
+            raise
+
+    def _steps(
+        self, problem: Problem, inputs: Inputs, state: State, rates: np.ndarray, count: int
+    ) -> tuple[State, np.ndarray]:
         elbos: list[Any] = []
         key, first = np.asarray(jax.random.key_data(state.key)), int(state.step)
-        if self.hosting is not None:
-            self.hosting.begin(state)
-        for start in range(0, int(count), self.block):
-            taken = min(self.block, int(count) - start)
+        for start in range(0, count, self.block):
+            taken = min(self.block, count - start)
             indices, data = self._next(key, first + start)
             # The next block begins where this one ends.
-            after = first + start + taken
-            coming = self._pool.submit(self.read, key, after, self.block)
-            self._ahead = (key.tobytes(), after), coming
+            coming = self._read_ahead(key, first + start + taken)
             some = np.zeros(self.block, np.float32)
             some[:taken] = rates[start : start + taken]
             if self.hosting is None:
                 state, found = self.run(problem, inputs, state, some, np.int32(taken), data)
             else:
-                last = start + taken == int(count)
+                last = start + taken == count
                 state, found = self.hosting.run(inputs, state, some, taken, data, indices, None if last else coming)
             elbos.append(found)
             jax.block_until_ready(elbos[-2:-1])  # the device goes on, while no more than two blocks of data lie there
-        return (state if self.hosting is None else self.hosting.end(state)), np.concatenate(elbos)
+        return state, np.concatenate(elbos)
 
-    def _next(self, key: np.ndarray, first: int) -> tuple[Mapping[str, np.ndarray], Mapping[str, Any]]:
-        if self._ahead is not None and self._ahead[0] == (key.tobytes(), first):
-            return self._ahead[1].result()
-        return self.read(key, first, self.block)
+    def _read_ahead(self, key: np.ndarray, first: int) -> Future:
+        coming = self._pool.submit(self.source.read, self.source.members(key, np.int32(first)))
+        self._ahead = (key.tobytes(), first), coming
+        return coming
+
+    def _next(self, key: np.ndarray, first: int) -> tuple[Mapping[str, np.ndarray], Any]:
+        if self._ahead is None or self._ahead[0] != (key.tobytes(), first):
+            self._read_ahead(key, first)
+        assert self._ahead is not None
+        indices, data = self._ahead[1].result()
+        return indices, self.source.put(data)
 
 
 def read_at(
@@ -104,8 +132,12 @@ def runner(problem: Problem, stored: Mapping[str, Stored], quick: bool) -> Any:
     if not stored and not problem.hosted:
         return chunk_runner(quick)
 
-    def read(key: np.ndarray, first: int, count: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        indices = jax.device_get(_members(problem, count, key, np.int32(first)))
-        return indices, read_at(problem, stored, indices, count)
+    def source(count: int) -> Source:
+        def read(members: Any) -> tuple[Mapping[str, np.ndarray], Any]:
+            indices = jax.device_get(members)
+            return indices, read_at(problem, stored, indices, count)
 
-    return Streamed(problem, stored, read, chunk_runner(quick), Hosting(problem, quick) if problem.hosted else None)
+        return Source(functools.partial(_members, problem, count), read)
+
+    hosting = Hosting(problem, quick) if problem.hosted else None
+    return Streamed(problem, stored, source, chunk_runner(quick), hosting)

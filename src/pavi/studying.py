@@ -110,10 +110,12 @@ def _attempt(
         data = {} if observations.stored else observations.arrays
         inputs = inputs._replace(units=started_units(problem, inputs, data, setting.seed, setting.values))
         if setting.starts > 1:
+            first = [state]
+            del state  # its rows, which may be most of the memory, are gone when the next start is tried
             inputs, state = best_start(
                 problem,
                 inputs,
-                state,
+                first.pop(),
                 observations,
                 setting.seed,
                 setting.starts,

@@ -30,8 +30,10 @@ class Tile(NamedTuple):
 
 
 def counts_here(site: Site, tile: Tile) -> bool:
-    """A site is read in the tiles that are first along every plate it is not in, so once."""
-    return all(first or plate in site.level for plate, first in tile.first.items())
+    """A site is read in the tiles that are first along every plate it is not in, so once; not if it has no members."""
+    return all(plate in tile.slices for plate in site.level) and all(
+        first or plate in site.level for plate, first in tile.first.items()
+    )
 
 
 def tiles(
@@ -42,9 +44,10 @@ def tiles(
     Args:
         observed: whether observed sites are drawn or scored in every draw, not just read.
     """
-    needed = [plate.name for plate in template.plates if any(plate.name in level for level in levels)]
-    if any(len(members[plate]) == 0 for plate in needed):
+    levels = [level for level in levels if all(len(members[plate]) for plate in level)]
+    if not levels:
         return
+    needed = [plate.name for plate in template.plates if any(plate.name in level for level in levels)]
     draw_block = min(num_samples, LARGEST_DRAW_BLOCK)
     work: dict[Level, int] = {}
     for site in template.sites:

@@ -56,7 +56,7 @@ CLUSTERING_CORES = 1
 class Steppable(Protocol):
     """What a training loop needs of a problem: a hashable record with a step."""
 
-    def step(self, inputs: Inputs, state: State, rate: Float[Array, ""]) -> tuple[State, Float[Array, ""]]: ...
+    def step(self, inputs: Inputs, state: State, rate: Float[Array, ""], /) -> tuple[State, Float[Array, ""]]: ...
 
 
 def run_chunk(

@@ -19,6 +19,7 @@ from pavi.families.whole import Whole
 from pavi.flows import Highway, Path, push
 from pavi.packing import Skeleton, pack, skeleton_of
 from pavi.prior import Prior
+from pavi.sources import load
 from pavi.template import Level, Site, Template
 
 # Log-scales that the auxiliary variables' distribution r starts with: those of auxiliary noise after a flow at its start.
@@ -69,7 +70,7 @@ class CascadingFlows(Whole):
             return Units({}, {})
         center, spread = {}, {}
         for site in template.observed:
-            values = np.asarray(data[site.name], np.float32).reshape(-1, int(np.prod(site.member_shape, dtype=int)))
+            values = np.asarray(load(data[site.name]), np.float32).reshape(-1, int(np.prod(site.member_shape, dtype=int)))
             center[site.name], spread[site.name] = values.mean(0), np.maximum(values.std(0), 1e-6)
         return Units(center, spread)
 
@@ -79,7 +80,7 @@ class CascadingFlows(Whole):
         return self._rows(glimpse.study.template, weights.shared, units, glimpse.data), {}
 
     def settle(self, study: Study, arguments: Any, data: Mapping[str, Any], units: Units, weights: Weights) -> Reading:
-        arrays = {name: jnp.asarray(array) for name, array in data.items()}
+        arrays = {name: jnp.asarray(load(array)) for name, array in data.items()}
         rows = self._rows(study.template, weights.shared, units, arrays)
         return Reading(self, Weights(jnp.zeros(0), rows, {}))
 
