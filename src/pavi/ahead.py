@@ -1,6 +1,7 @@
 """How many steps' data and rows are read at a time, where these do not lie on the device, and the bytes they take there.
 
-Many at a time keep the host's part of a step small; few keep the device free for what does not fit there as a whole.
+Many at a time keep what every call costs small, which on a CPU is as much as a step: it puts a step's temporary arrays into
+memory that is new to it. Few keep the device free for what does not fit there as a whole.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pavi.template import Level, Template
 
 # Bytes that are read at a time, what part of all that is read at most, and at most for how many steps: with rows in host
 # memory, and without.
-MOST_BYTES, LARGEST_PART = 2**27, 1 / 8
-MOST_HOSTED, MOST_STEPS = 8, 64
+MOST_BYTES, LARGEST_PART = 2**27, 1 / 2
+MOST_HOSTED, MOST_STEPS = 16, 64
 # What is on the device at once, in blocks of so many steps. Of data the present one and the next; of rows also what the
 # block before made of them, and that once more with what the present one makes, while it is made and when it has been.
 DATA_BLOCKS, ROW_BLOCKS = 2, 6
