@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from functools import partial
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -53,6 +53,17 @@ def aged(size, ages):
         numpyro.sample("x", dist.Normal(theta[..., None, :] + np.zeros((6, 1)), 1).to_event(2))
 
 
+def family(pull=False):
+    """Linear flows, which compile faster than those with hidden layers."""
+    return pavi.PAVI(flow=pavi.Affine(hidden=()), show_pull=pull)
+
+
+@cache
+def study(kind, groups):
+    """One object for each study, so that what was compiled for it serves again."""
+    return partial(kind, groups)
+
+
 def parser() -> argparse.ArgumentParser:
     """What a study can be told."""
     parser = argparse.ArgumentParser()
@@ -65,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--aged", action="store_true", help="groups have a covariate, in a model of its own")
     parser.add_argument("--gathered", type=int, default=2**26, help="numbers that processes gather at a time")
     parser.add_argument("--pull", action="store_true", help="flows are shown which way data pull, in the other model")
+    parser.add_argument("--elbo", action="store_true", help="say that of the full study as well")
     parser.add_argument("--checkpoint", help="folder")
     parser.add_argument("--interval", type=float, default=60.0, help="seconds between checkpoints, of the first process")
     return parser
@@ -78,7 +90,6 @@ def fitted(told: argparse.Namespace) -> dict:
     batch = {"group": told.batch} | ({} if told.pull or told.aged else {"point": 6})
     settings = {"batch": batch, "steps": told.steps, "progress_bar": False}
     settings |= {"runs": {"group": told.runs}} if told.runs else {}
-    family = pavi.PAVI(flow=pavi.Affine(), show_pull=told.pull)
     x = X[: told.groups]
     if told.stored:
         own = f"{told.stored}.{jax.process_index()}.npy"
@@ -86,10 +97,10 @@ def fitted(told: argparse.Namespace) -> dict:
         os.replace(own, told.stored)  # another process may be reading it
         x = np.load(told.stored, mmap_mode="r")
     fit = pavi.fit(
-        partial(aged if told.aged else alone if told.pull else model, told.groups),
+        study(aged if told.aged else alone if told.pull else model, told.groups),
         {"x": x},
         model_args=(AGES[: told.groups],) if told.aged else (),
-        family=family,
+        family=family(told.pull),
         devices={"group": told.devices},
         checkpoint=told.checkpoint,
         **settings,
@@ -97,7 +108,7 @@ def fitted(told: argparse.Namespace) -> dict:
     moments = fit.moments(num_samples=200)
     return {
         "elbos": fit.history["elbo"].tolist(),
-        "elbo": fit.elbo(256).mean,
+        "elbo": fit.elbo(256).mean if told.elbo else None,
         "mu": moments["mu"].values.tolist(),
         "theta": moments["theta"].values.tolist(),
         "skipped": fit.skipped,

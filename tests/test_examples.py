@@ -27,7 +27,7 @@ def test_readme(tmp_path, monkeypatch):
     scope: dict = {}
     exec(blocks[0].replace('{"score": score}', '{"score": score}, steps=300, progress_bar=False'), scope)
     exec(blocks[1].replace("1000", "20"), scope)
-    smaller = "family=pavi.PAVI(pavi.SetEncoder(), pavi.Affine()), steps=5, progress_bar=False"
+    smaller = "family=pavi.PAVI(pavi.SetEncoder(), pavi.Affine(hidden=())), steps=5, progress_bar=False"
     exec(blocks[2].replace('["score"])', f'["score"], {smaller})'), scope)
     assert pavi.load(tmp_path / "schools.pavi", scope["model"]).template == scope["fit"].template
 

@@ -361,7 +361,7 @@ def test_both_ways_to_polish_have_the_same_defaults():
 
 def test_refusals(fit):
     def refuse(model, shape, match):
-        short = pavi.fit(model, {"x": np.zeros(shape)}, family=AFFINE, **ONE_STEP)
+        short = pavi.fit(model, {"x": np.zeros(shape)}, family=pavi.PAVI(flow=pavi.Affine(hidden=())), **ONE_STEP)
         with pytest.raises(pavi.SettingError, match=match):
             short.polish(progress_bar=False)
 

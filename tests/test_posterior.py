@@ -179,7 +179,7 @@ def test_numbers_in_half_precision_no_members_and_a_single_datum():
             numpyro.sample("x", dist.Normal(theta, 1))
 
     data = {"alone": np.float32(300), "x": np.array([299, 300, 301], np.float32)}
-    fit = pavi.fit(small, data, steps=5, progress_bar=False)
+    fit = pavi.fit(small, data, family=pavi.PAVI(flow=pavi.Affine(hidden=())), steps=5, progress_bar=False)
     # The sum of so many draws is beyond the largest number of half precision.
     draws, moments = fit.sample(300)["half"].astype(np.float32), fit.moments(num_samples=300)["half"]
     np.testing.assert_allclose(moments.sel(moment="mean"), draws.mean(("chain", "draw")), rtol=1e-5)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sharded_study import AGES, ANSWER, X, aged, alone, model
+from sharded_study import AGES, ANSWER, X, aged, alone, family, model
 
 import pavi
 from pavi.cascade import Hashable, Study
@@ -100,7 +100,7 @@ def processes():
 
 def on_one_device(batch, steps, groups=16):
     """The same study in this process."""
-    settings = {"family": pavi.PAVI(flow=pavi.Affine()), "batch": {"group": batch, "point": 6}, "progress_bar": False}
+    settings = {"family": family(), "batch": {"group": batch, "point": 6}, "progress_bar": False}
     return pavi.fit(model, {"x": X[:groups]}, model_args=(groups,), steps=steps, **settings)
 
 
@@ -119,7 +119,7 @@ def test_with_all_members_in_a_step_eight_devices_do_what_one_does(one, several)
 
 
 def test_with_some_members_in_a_step_the_posterior_is_the_same_within_noise(several):
-    eight, one = several.fit(8, 8, 1200), on_one_device(8, 1200)
+    eight, one = several.fit(8, 8, 1200, "--elbo"), on_one_device(8, 1200)
     assert eight["skipped"] == 0
     assert abs(eight["elbo"] - one.elbo(256).mean) < 0.1
     np.testing.assert_allclose(eight["mu"][0], one.moments(num_samples=200)["mu"].values[0], atol=0.1)
@@ -167,7 +167,7 @@ def test_a_plate_that_devices_do_not_divide_is_split_all_the_same(several):
 
 def test_the_shorter_parts_of_a_plate_have_no_covariates_beyond_the_last(several):
     eight = several.fit(8, 17, 40, "--groups", 17, "--aged")
-    settings = {"family": pavi.PAVI(flow=pavi.Affine()), "batch": {"group": 17}, "steps": 40, "progress_bar": False}
+    settings = {"family": family(), "batch": {"group": 17}, "steps": 40, "progress_bar": False}
     one = pavi.fit(partial(aged, 17), {"x": X}, model_args=(AGES,), **settings)
     assert eight["skipped"] == 0
     np.testing.assert_allclose(eight["elbos"], one.history["elbo"], rtol=2e-3)
@@ -220,7 +220,7 @@ def test_devices_draw_no_more_than_their_part_of_a_batch():
 
 def test_rows_that_begin_with_pulls_are_laid_out(several):
     eight = several.fit(8, 17, 40, "--groups", 17, "--pull")
-    settings = {"family": pavi.PAVI(flow=pavi.Affine(), show_pull=True), "batch": {"group": 17}, "steps": 40}
+    settings = {"family": family(pull=True), "batch": {"group": 17}, "steps": 40}
     one = pavi.fit(alone, {"x": X}, model_args=(17,), progress_bar=False, **settings)
     np.testing.assert_allclose(eight["elbos"], one.history["elbo"], rtol=2e-3)
     np.testing.assert_allclose(eight["theta"], one.moments(num_samples=200)["theta"], atol=0.01)
