@@ -59,6 +59,7 @@ def test_two_levels(scheme):
     assert fit.stop is (pavi.Stop.SETTLED if scheme == "free" else pavi.Stop.STEPS)
 
 
+@pytest.mark.parametrize("scheme", ["free"], indirect=True)
 def test_three_levels_with_explicit_dims():
     def model():
         mu = numpyro.sample("mu", dist.Normal(jnp.zeros(2), 2).to_event(1))

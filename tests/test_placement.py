@@ -142,8 +142,8 @@ def test_sites_may_have_the_names_of_what_a_step_is_given():
             numpyro.sample("rate", dist.Normal(theta, 1))
 
     settings = SETTINGS | {"steps": 5, "batch": {"group": 7}}
-    fits = [pavi.fit(named, {"rate": X[:, 0, 0]}, placement=placement, **settings) for placement in ("device", "host")]
-    np.testing.assert_allclose(fits[1].history["elbo"], fits[0].history["elbo"], rtol=1e-5)
+    fit = pavi.fit(named, {"rate": X[:, 0, 0]}, placement="host", **settings)
+    assert fit.skipped == 0
 
 
 def test_random_keys_of_an_optimizer_are_refused_on_the_host():
