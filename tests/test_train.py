@@ -79,9 +79,9 @@ def test_fits_of_many_models_do_not_pile_up_compiled_functions(monkeypatch):
 
 def test_options_that_this_xla_does_not_know_are_left_out(monkeypatch):
     options = {"xla_backend_optimization_level": 1, "xla_of_another_version": True}
-    monkeypatch.setitem(compiling._QUICK, jax.default_backend(), {Purpose.STEPS: options})
-    assert compiling.quick_options.__wrapped__(Purpose.STEPS) == {"xla_backend_optimization_level": 1}
-    assert compiling.quick_options.__wrapped__(Purpose.READING) is None
+    monkeypatch.setitem(compiling._OPTIONS, jax.default_backend(), {Purpose.STEPS: options})
+    assert compiling.compiler_options.__wrapped__(Purpose.STEPS) == {"xla_backend_optimization_level": 1}
+    assert compiling.compiler_options.__wrapped__(Purpose.LONG) is None
 
 
 def test_the_model_is_not_run_per_step():

@@ -1,10 +1,12 @@
 """Compiling for speed of compilation, where that is what a user waits for.
 
-XLA's full effort on a training step takes longer than most fits then run. Functions that run for a short while are therefore
-compiled with its costliest parts off: on a CPU two that halve the compilation and slow the result by about a fifth; on
-a GPU the trying out of many ways to multiply matrices, of which XLA's model of the card chooses one instead: untold, it
-would cut products into tiles of 16 x 8, many times slower for the long and narrow ones of flows. Long fits get the full
-effort, and so do moments on a GPU, where it takes no longer.
+XLA's full effort on a training step takes longer than most fits then run. On a CPU, functions that run for a short while are
+therefore compiled with its two costliest parts off, which halves the compilation and slows the result by about a fifth;
+long fits get the full effort.
+
+On a GPU nothing is tuned by trial: what wins differs from run to run, so a fit would not be the same twice, nor one that
+goes on from a checkpoint that which was never cut off. For the same reason steps add nothing up in whatever order it comes.
+They make up for it by running what does not depend on each other side by side, and compile faster.
 """
 
 from __future__ import annotations
@@ -21,19 +23,25 @@ import jax
 
 
 class Purpose(Enum):
-    """What a function is for that is to be compiled quickly."""
+    """What a function is for."""
 
     ONCE = "runs for a short while"
-    STEPS = "training steps: their many small products are far slower without Triton"
     READING = "goes over all members of a study"
+    STEPS = "training steps of a short fit"
+    LONG = "training steps of a long one"
 
 
-_QUICK: dict[str, dict[Purpose, dict[str, Any]]] = {
-    "cpu": {each: {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False} for each in Purpose},
+_QUICK_CPU = {"xla_backend_optimization_level": 1, "xla_cpu_use_fusion_emitters": False}
+# Untold, XLA would cut products into tiles of 16 x 8, many times slower for the long and narrow ones of flows.
+_UNTUNED_GPU = {"xla_gpu_autotune_level": 0, "xla_gpu_experimental_cost_model_gemm_tiling_default": True}
+_STEPS_GPU = {"xla_gpu_deterministic_ops": True, "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+_OPTIONS: dict[str, dict[Purpose, dict[str, Any]]] = {
+    "cpu": {Purpose.ONCE: _QUICK_CPU, Purpose.READING: _QUICK_CPU, Purpose.STEPS: _QUICK_CPU},
     "gpu": {
         Purpose.ONCE: {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
-        Purpose.STEPS: {"xla_gpu_autotune_level": 0, "xla_gpu_experimental_cost_model_gemm_tiling_default": True},
-        Purpose.READING: {},
+        Purpose.READING: _UNTUNED_GPU,
+        Purpose.STEPS: _STEPS_GPU,
+        Purpose.LONG: _STEPS_GPU,
     },
 }
 
@@ -42,9 +50,9 @@ MOST_MAPS = 0.5
 
 
 @functools.cache
-def quick_options(purpose: Purpose = Purpose.ONCE) -> dict[str, Any] | None:
-    """Compiler options for quick compilation, of which this XLA knows; None for none."""
-    options = _QUICK.get(jax.default_backend(), {}).get(purpose, {})
+def compiler_options(purpose: Purpose) -> dict[str, Any] | None:
+    """Compiler options for a purpose, of which this XLA knows; None for none."""
+    options = _OPTIONS.get(jax.default_backend(), {}).get(purpose, {})
     return {name: value for name, value in options.items() if _is_known(name, value)} or None
 
 
@@ -57,13 +65,18 @@ def _is_known(option: str, value: Any) -> bool:
     return True
 
 
+def step_options(quick: bool) -> dict[str, Any] | None:
+    """Compiler options for training steps, of a fit that will be short or not."""
+    return compiler_options(Purpose.STEPS if quick else Purpose.LONG)
+
+
 class QuickJit:
-    """`jax.jit` with quick compilation, decided at the first call, when the backend is known."""
+    """`jax.jit` with options for a purpose, decided at the first call, when the backend is known."""
 
     def __init__(self, function: Callable, static_argnums: tuple[int, ...], purpose: Purpose):
         functools.update_wrapper(self, function)
         self._jitted = functools.cache(
-            lambda: jax.jit(function, static_argnums=static_argnums, compiler_options=quick_options(purpose))
+            lambda: jax.jit(function, static_argnums=static_argnums, compiler_options=compiler_options(purpose))
         )
 
     def __call__(self, *args: Any) -> Any:

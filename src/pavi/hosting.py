@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pavi import rows as row_ops
-from pavi.compiling import Purpose, quick_options
+from pavi.compiling import step_options
 from pavi.stepping import Inputs, Problem, State
 from pavi.template import Level
 
@@ -116,7 +116,7 @@ class Hosting:
         )
 
     def _write(self, members: Members, made: Rows, count: int) -> None:
-        made = jax.tree.map(np.asarray, made)
+        made = jax.device_get(made)  # starts all copies before it waits for one
         for k in range(count):  # of a member that is there twice the last counts
             with self._lock:
                 for level, rows in self._rows.items():
@@ -153,8 +153,7 @@ def _places(members: np.ndarray, before: np.ndarray | None, size: int) -> np.nda
 
 @functools.cache
 def _runner(quick: bool) -> Any:
-    options = quick_options(Purpose.STEPS) if quick else None
-    return jax.jit(_run, static_argnums=0, donate_argnums=2, compiler_options=options)
+    return jax.jit(_run, static_argnums=0, donate_argnums=2, compiler_options=step_options(quick))
 
 
 def _run(

@@ -209,6 +209,8 @@ class Posterior:
                 inputs = self._inputs(tile), tile.indices, ids, counts, running, seed_of(rng_key)
                 running = block_moments(self._study, self._family, names, *inputs)
                 if draws.stop == num_samples:
+                    for moments in running.values():
+                        moments.copy_to_host_async()
                     yield tile, running
 
         for tile, found in one_ahead(computed()):

@@ -8,7 +8,11 @@ the row does.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,8 @@ Index = tuple[Int[Array, " _"], ...]
 HostIndex = tuple[np.ndarray, ...]
 # Numbers of rows that are put on the host at a time.
 HOST_BLOCK = 2**24
+# Rows that one thread reads or writes at a time, and how many threads there are at most.
+ROWS_PER_PART, MOST_READERS = 2**14, 16
 
 
 def gather(rows: PyTree[Array], index: Index) -> PyTree[Array]:
@@ -84,7 +90,11 @@ def read(rows: PyTree[np.ndarray], index: HostIndex) -> PyTree[np.ndarray]:
         if not array.size or not array.flags.c_contiguous:
             return array[tuple(np.minimum(along, size - 1) for along, size in zip(_open(index), plates, strict=True))]
         where = np.ravel_multi_index(_open(index), plates, mode="clip")
-        return array.reshape(-1, *array.shape[len(index) :]).take(where, axis=0, mode="clip")
+        every = array.reshape(-1, *array.shape[len(index) :])
+        found = np.empty((where.size, *every.shape[1:]), array.dtype)
+        flat = where.reshape(-1)
+        _in_parts(where.size, lambda part: every.take(flat[part], axis=0, mode="clip", out=found[part]))
+        return found.reshape(*where.shape, *every.shape[1:])
 
     return jax.tree.map(take, rows) if index else rows
 
@@ -104,8 +114,9 @@ def write(rows: PyTree[np.ndarray], index: HostIndex | tuple[slice, ...], values
         if not array.size or not array.flags.c_contiguous:
             array[np.ix_(*within)] = new
             return
-        where = np.ravel_multi_index(_open(within), plates)
-        np.put(_items(array, len(index)), where, _items(new, len(index)))
+        where = np.ravel_multi_index(_open(within), plates).reshape(-1)
+        every, new = _items(array, len(index)), _items(new, len(index))
+        _in_parts(where.size, lambda part: every.__setitem__(where[part], new[part]))
 
     jax.tree.map(put, rows, values)
 
@@ -114,6 +125,21 @@ def _open(index: HostIndex) -> tuple[np.ndarray, ...]:
     """Index vectors whose product is what they address when broadcast, like those of `np.ix_`; axes in front stay there."""
     last = len(index) - 1
     return tuple(along.reshape(*along.shape[:-1], *[1] * k, -1, *[1] * (last - k)) for k, along in enumerate(index))
+
+
+@functools.cache
+def _readers() -> ThreadPoolExecutor:
+    """Threads that share long readings and writings: one alone waits for memory most of the time."""
+    return ThreadPoolExecutor(min(MOST_READERS, os.cpu_count() or 1))
+
+
+def _in_parts(count: int, work: Callable[[slice], Any]) -> None:
+    """Does a work of so many rows in parts, side by side."""
+    parts = [slice(start, start + ROWS_PER_PART) for start in range(0, count, ROWS_PER_PART)]
+    if len(parts) > 1:
+        list(_readers().map(work, parts))
+    else:
+        work(slice(None))
 
 
 def _items(array: np.ndarray, ndim: int) -> np.ndarray:

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from pavi.compiling import Purpose, quick_options
+from pavi.compiling import step_options
 from pavi.encodings import SetEncoder
 from pavi.errors import SettingError
 from pavi.families import PAVI
@@ -247,7 +247,7 @@ def _compiled(
         out_specs=(state, whole),
         check_vma=False,
     )
-    return jax.jit(run, donate_argnums=1, compiler_options=quick_options(Purpose.STEPS) if quick else None)
+    return jax.jit(run, donate_argnums=1, compiler_options=step_options(quick))
 
 
 def gathered(problem: Problem, state: State) -> State:

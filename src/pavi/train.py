@@ -23,7 +23,7 @@ from sklearn.exceptions import ConvergenceWarning
 from threadpoolctl import threadpool_limits
 from tqdm.auto import tqdm
 
-from pavi.compiling import Purpose, finish_tracing, in_background, quick_options
+from pavi.compiling import finish_tracing, in_background, step_options
 from pavi.data import Observations
 from pavi.errors import TrainingError
 from pavi.families import Informed, Units
@@ -75,8 +75,7 @@ def run_chunk(
 @functools.cache
 def chunk_runner(quick: bool) -> Any:
     """The compiled `run_chunk`, compiled quickly for a fit that will be short."""
-    options = quick_options(Purpose.STEPS) if quick else None
-    return jax.jit(run_chunk, static_argnums=0, donate_argnums=2, compiler_options=options)
+    return jax.jit(run_chunk, static_argnums=0, donate_argnums=2, compiler_options=step_options(quick))
 
 
 def compile_ahead(
