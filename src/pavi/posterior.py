@@ -7,8 +7,10 @@ so a slice equals the same slice of the whole. Plates that the wanted sites are 
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -166,8 +168,9 @@ class Posterior:
         if store is not None:
             return self._stored_moments(store, wanted, members, shapes, num_samples, rng_key)
         arrays = {name: np.zeros(shape, jnp.result_type(float)) for name, shape in shapes.items()}
-        for site, place, both in self._moment_tiles(wanted, members, num_samples, rng_key):
-            arrays[site.name][(slice(None), *place)] = both
+        for parts in one_ahead(self._moment_tiles(wanted, members, num_samples, rng_key)):
+            for name, place, fetch in parts:
+                arrays[name][place] = fetch()
         return self._dataset(wanted, members, arrays, tuple(lead)).assign_coords(lead)
 
     def _stored_moments(
@@ -187,38 +190,30 @@ class Posterior:
         chunks = {
             site.name: (2, *(len(tile.indices[plate]) for plate in site.level), *site.display_shape) for site in wanted
         }
-        found = self._moment_tiles(wanted, members, num_samples, rng_key)
-        parts = ((site.name, (slice(None), *place), both) for site, place, both in found)
+        parts = itertools.chain.from_iterable(self._moment_tiles(wanted, members, num_samples, rng_key))
         return storage.write_zarr(store, layout, chunks, parts).assign_coords(moment=["mean", "sd"])
 
     def _moment_tiles(
         self, wanted: Sequence[Site], members: dict[str, np.ndarray], num_samples: int, rng_key: Any
-    ) -> Iterator[tuple[Site, tuple[slice, ...], np.ndarray]]:
-        """Mean and sd of each wanted site, tile by tile: (site, where in its plates, both)."""
+    ) -> Iterator[list[tuple[str, tuple[slice, ...], Callable[[], np.ndarray]]]]:
+        """Mean and sd of each wanted site, tile by tile: (its name, where, what waits for both and fetches them)."""
         names = tuple(site.name for site in wanted)
         levels = tuple(dict.fromkeys(site.level for site in wanted))
         running: dict[str, Array] = {}
-
-        def computed() -> Iterator[tuple[Tile, dict[str, Array]]]:
-            nonlocal running
-            for tile, draws, ids in tiles(self.template, levels, members, num_samples, observed=False):
-                if not running:
-                    shapes = {site.name: (len(tile.indices[p]) for p in site.level) for site in wanted}
-                    running = {site.name: jnp.zeros((2, *shapes[site.name], *site.member_shape)) for site in wanted}
-                counts = Counts(*map(np.int32, (draws.start, draws.stop - draws.start, num_samples)))
-                inputs = self._inputs(tile), tile.indices, ids, counts, running, seed_of(rng_key)
-                running = block_moments(self._study, self._family, names, *inputs)
-                if draws.stop == num_samples:
-                    for moments in running.values():
-                        moments.copy_to_host_async()
-                    yield tile, running
-
-        for tile, found in one_ahead(computed()):
-            for site in wanted:
-                if counts_here(site, tile):
-                    place = tuple(tile.slices[plate] for plate in site.level)
-                    both = np.asarray(found[site.name])[(slice(None), *(slice(s.stop - s.start) for s in place))]
-                    yield site, place, both.reshape(2, *both.shape[1 : 1 + len(place)], *site.display_shape)
+        for tile, draws, ids in tiles(self.template, levels, members, num_samples, observed=False):
+            if not running:
+                shapes = {site.name: (len(tile.indices[p]) for p in site.level) for site in wanted}
+                running = {site.name: jnp.zeros((2, *shapes[site.name], *site.member_shape)) for site in wanted}
+            counts = Counts(*map(np.int32, (draws.start, draws.stop - draws.start, num_samples)))
+            inputs = self._inputs(tile), tile.indices, ids, counts, running, seed_of(rng_key)
+            running = block_moments(self._study, self._family, names, *inputs)
+            if draws.stop == num_samples:
+                here = [site for site in wanted if counts_here(site, tile)]
+                places = [(slice(None), *(tile.slices[plate] for plate in site.level)) for site in here]
+                yield [
+                    (site.name, place, partial(_fetched, running[site.name], place, site.display_shape))
+                    for site, place in zip(here, places, strict=True)
+                ]
 
     def elbo(self, num_samples: int = 64, rng_key: int | PRNGKeyArray = 0) -> Elbo:
         """The ELBO of the full study, a lower bound on the log evidence, with its Monte Carlo standard error.
@@ -370,6 +365,13 @@ class Posterior:
 def _check_count(num_samples: int) -> None:
     if num_samples < 1:
         raise SettingError(f"num_samples={num_samples}: expected at least 1.")
+
+
+def _fetched(moments: Array, place: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """Moments on the host: those of the members that lie at a place, of a tile whose rest only fills it up."""
+    _, *plates = place
+    here = np.asarray(moments)[(slice(None), *(slice(each.stop - each.start) for each in plates))]
+    return here.reshape(*here.shape[: len(place)], *shape)
 
 
 def _sizes(site: Site, members: Mapping[str, np.ndarray]) -> tuple[int, ...]:

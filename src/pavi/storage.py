@@ -11,7 +11,7 @@ import importlib
 import json
 import os
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ import xarray as xr
 from pavi.errors import LoadError, SettingError
 from pavi.packing import FORMAT
 
-# Parts that wait to be written to a Zarr store.
-MOST_WRITES = 8
+# Threads that write to a Zarr store, and parts that wait for them.
+WRITERS, MOST_WRITES = 4, 8
 
 
 def write(path: str | os.PathLike, tree: Any) -> None:
@@ -129,14 +129,14 @@ def write_zarr(
     store: str | os.PathLike,
     layout: xr.Dataset,
     chunks: Mapping[str, tuple[int, ...]],
-    parts: Iterable[tuple[str, tuple[slice, ...], np.ndarray]],
+    parts: Iterable[tuple[str, tuple[slice, ...], Callable[[], np.ndarray]]],
 ) -> xr.Dataset:
-    """Writes float32 arrays to a Zarr store part by part, while the next part is computed; the store, opened lazily.
+    """Writes float32 arrays to a Zarr store part by part, while the next parts are computed; the store, opened lazily.
 
     Args:
         layout: names, shapes, dims and coordinates; its values are not read.
         chunks: of each array.
-        parts: (name, where, values).
+        parts: (name, where, what fetches the values); parts are fetched and written side by side.
     """
     try:
         import zarr
@@ -155,10 +155,14 @@ def write_zarr(
         )
         for name in chunks
     }
-    with ThreadPoolExecutor(4) as pool:
+
+    def put(name: str, place: tuple[slice, ...], fetch: Callable[[], np.ndarray]) -> None:
+        arrays[name][place] = fetch().astype(np.float32, copy=False)
+
+    with ThreadPoolExecutor(WRITERS) as pool:
         writing: list[Future] = []
-        for name, place, values in parts:
-            writing.append(pool.submit(arrays[name].__setitem__, place, values.astype(np.float32, copy=False)))
+        for part in parts:
+            writing.append(pool.submit(put, *part))
             while len(writing) > MOST_WRITES:
                 writing.pop(0).result()
         for each in writing:

@@ -56,6 +56,8 @@ def tiles(
         work[level] = work.get(level, 0) + times * max(site.size * 8, int(np.prod(site.member_shape, dtype=int)))
     budget = tile_budget() if draw_block == 1 else draws_budget()
     caps = choose_batch({plate: len(members[plate]) for plate in needed}, work, budget)
+    # All tiles have one shape; as many as these caps need may as well be smaller, so that little of the last is empty.
+    caps = {plate: -(-len(members[plate]) // -(-len(members[plate]) // cap)) for plate, cap in caps.items()}
     blocks = [[slice(a, min(a + caps[p], len(members[p]))) for a in range(0, len(members[p]), caps[p])] for p in needed]
     for chosen in itertools.product(*blocks):
         slices = dict(zip(needed, chosen, strict=True))
