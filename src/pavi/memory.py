@@ -12,6 +12,8 @@ import numpy as np
 
 # Part of a device's memory that a fit may plan with.
 USABLE = 0.9
+# What a GPU's library keeps for a step's products of matrices that run side by side, 32 MiB each, about.
+GPU_WORKSPACES = 2**29
 
 
 def in_all(*trees: Any) -> int:
@@ -35,3 +37,8 @@ def device_memory() -> int:
     if stats and "bytes_limit" in stats:
         return int(USABLE * stats["bytes_limit"])
     return int(USABLE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def workspace_bytes() -> int:
+    """Bytes that libraries of the default device keep while steps run, about."""
+    return GPU_WORKSPACES if jax.default_backend() == "gpu" else 0

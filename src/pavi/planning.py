@@ -19,7 +19,7 @@ from pavi.errors import SettingError
 from pavi.families import PAVI, Family, Polished, Weights
 from pavi.families.pulling import pull_size, pulled_levels
 from pavi.inner import Inner, Marginal
-from pavi.memory import device_memory, in_all
+from pavi.memory import device_memory, in_all, workspace_bytes
 from pavi.mesh import Shards
 from pavi.reading import check_batch, check_points, members_per_step, split_arguments
 from pavi.sharding import split_plate
@@ -323,7 +323,7 @@ def _of_a_step(
         touched += members(site.level) * num_particles * (site.size * STEP_COST + 64)
     for level, numbers in ({} if inner is None else inner.work(template)).items():
         touched += members(level) * num_particles * numbers * POINT_COST
-    return moved, 4 * touched
+    return moved, 4 * touched + workspace_bytes()
 
 
 def pull_bytes(template: Template, family: Family, weights: Weights) -> int:
