@@ -110,11 +110,11 @@ def test_steps_that_failed_write_nothing_any_more():
     held, running, late = np.zeros((20, 3)), threading.Event(), hosting.Hosting(problem, True)
     late._rows, made = {("group",): (held, ())}, {("group",): (np.ones((1, 2, 3)), ())}
     members = {"group": np.array([[0, 5]])}
-    late._pool.submit(running.wait)
-    late._writing.append(late._pool.submit(late._write, members, made, 1))
+    late._writer.submit(running.wait)
+    late._writing.append(late._writer.submit(late._write, members, made, 1))
     late.abandon()
     running.set()
-    late._pool.shutdown()
+    late._writer.shutdown()
     assert not held.any()
     late._rows = {("group",): (held, ())}
     late._write(members, made, 1)

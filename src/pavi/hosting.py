@@ -43,7 +43,7 @@ class Hosting:
 
     def __init__(self, problem: Problem, quick: bool):
         self.problem, self.quick = problem, quick
-        self._pool = ThreadPoolExecutor(1)  # reads and writes one after the other, in the order in which they are asked for
+        self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._rows: Rows = {}
         self._made: Rows | None = None
         self._fetching: Future | None = None
@@ -95,8 +95,11 @@ class Hosting:
         state, elbos, self._made = run(
             self.problem, inputs, _with_rows(state, first), rates, np.int32(count), stored, fetched, made
         )
-        self._fetching = None if coming is None else self._pool.submit(lambda: self._fetch(coming.result()[0], members))
-        self._writing.append(self._pool.submit(self._write, members, self._made, count))
+        # Rows of these steps are written while the next are read: those that are the same are taken from what was made. What
+        # the steps before made must have been written by then.
+        before = self._writing[-1:]
+        self._fetching = None if coming is None else self._reader.submit(self._fetch_after, before, coming, members)
+        self._writing.append(self._writer.submit(self._write, members, self._made, count))
         return state, elbos
 
     def end(self, state: State) -> State:
@@ -106,6 +109,11 @@ class Hosting:
         whole = _with_rows(state, self._rows)
         self._release()
         return whole
+
+    def _fetch_after(self, written: list[Future], coming: Future, before: Members) -> Fetched:
+        for each in written:
+            each.result()
+        return self._fetch(coming.result()[0], before)
 
     def _fetch(self, members: Members, before: Members | None) -> Fetched:
         fetched = {level: row_ops.read(rows, tuple(members[plate] for plate in level)) for level, rows in self._rows.items()}
