@@ -129,8 +129,8 @@ def _open(index: HostIndex) -> tuple[np.ndarray, ...]:
 
 @functools.cache
 def _readers() -> ThreadPoolExecutor:
-    """Threads that share long readings and writings: one alone waits for memory most of the time."""
-    return ThreadPoolExecutor(min(MOST_READERS, os.cpu_count() or 1))
+    """Threads that share long readings and writings, on half of the cores: one alone waits for memory most of the time."""
+    return ThreadPoolExecutor(max(1, min(MOST_READERS, (os.cpu_count() or 1) // 2)))
 
 
 def _in_parts(count: int, work: Callable[[slice], Any]) -> None:
