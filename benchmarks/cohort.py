@@ -5,6 +5,7 @@
     python benchmarks/cohort.py --seeds 10       # how often all networks are found
     python benchmarks/cohort.py --growth         # step time and accuracy from 10 to 1,000 subjects
     python benchmarks/cohort.py --memory         # the plan against the peak, a step's bytes against a copy, its kernels
+    python benchmarks/cohort.py --memory --placement host --size 0.04   # the same with rows and data in host memory
     python benchmarks/cohort.py --moments        # moments of all members to Zarr, and the rate of the storage
     python benchmarks/cohort.py --relaxed        # the paper's form: labels relaxed, its flows and its batch
     python benchmarks/cohort.py --polish 0       # trained only; at full size fits are polished by default
@@ -191,7 +192,9 @@ def memory(arguments: argparse.Namespace) -> None:
     model = parcellation(subjects, SESSIONS, vertices, FEATURES, NETWORKS)
     batch = {"subject": min(arguments.batch[0], subjects), "vertex": min(arguments.batch[1], vertices)}
     settings = {"family": family(arguments), "batch": batch, "num_particles": arguments.particles, "starts": 1}
-    x = jnp.ones((subjects, vertices, SESSIONS, FEATURES), jnp.float16)
+    settings["placement"] = arguments.placement
+    ones = jnp.ones if arguments.placement is None else np.ones
+    x = ones((subjects, vertices, SESSIONS, FEATURES), jnp.float16)
     plan = pavi.plan(model, {"x": x}, **settings)
     print(f"{plan}\n")
     fit, _ = timed_fit(model, x, steps=400, **settings)
@@ -328,6 +331,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=32, help="draws of vertices' logits in polishing")
     parser.add_argument("--points", type=int, default=4096, help="points that subjects' logits are averaged out over")
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--placement", help="where rows and data lie, with --memory")
     parser.add_argument("--moments", action="store_true")
     arguments = parser.parse_args()
     arguments.steps = arguments.steps or ([3000] if arguments.size == 1 else [1000])
