@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -13,8 +17,9 @@ from numpyro.handlers import condition, seed, trace
 from numpyro.infer import MCMC, NUTS
 from numpyro.infer.util import log_density
 
-# Answers that were found already.
+# Answers that were found already; those of NUTS, which take it a while, are kept.
 KNOWN: dict = {}
+NUTS_ANSWERS = Path(__file__).parent / "nuts.json"
 
 
 def _asked(model: Callable, given: tuple, *more: int) -> tuple:
@@ -75,11 +80,18 @@ class Moments(NamedTuple):
 
 
 def nuts(model: Callable, data: dict, args: tuple = (), kwargs: dict | None = None, num_samples: int = 4000) -> Moments:
-    """Posterior moments by NUTS, of latent and deterministic sites alike; run once for the same model and data."""
-    asked = _asked(model, (data, args, kwargs), num_samples)
-    if asked not in KNOWN:
-        KNOWN[asked] = _nuts(model, data, args, kwargs, num_samples)
-    return KNOWN[asked]
+    """Posterior moments by NUTS, of latent and deterministic sites alike; run once for the same model and data.
+
+    Answers are kept in a file, by the model's source and all it was given: delete it to have them found again.
+    """
+    asked = repr((inspect.getsource(model), _asked(model, (data, args, kwargs), num_samples)))
+    key = hashlib.sha256(asked.encode()).hexdigest()[:16]
+    kept = json.loads(NUTS_ANSWERS.read_text()) if NUTS_ANSWERS.exists() else {}
+    if key not in kept:
+        found = _nuts(model, data, args, kwargs, num_samples)
+        kept[key] = [{name: value.tolist() for name, value in part.items()} for part in found]
+        NUTS_ANSWERS.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    return Moments(*({name: np.asarray(value) for name, value in part.items()} for part in kept[key]))
 
 
 def _nuts(model: Callable, data: dict, args: tuple, kwargs: dict | None, num_samples: int) -> Moments:

@@ -21,7 +21,7 @@ from pavi import checkpoint, studying
 from pavi.schedule import Stop
 
 X = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
-FAMILY = pavi.PAVI(flow=pavi.Affine())
+FAMILY = pavi.PAVI(flow=pavi.Affine(hidden=()))
 
 
 def model():

@@ -25,7 +25,12 @@ def test_readme(tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) == 3
     scope: dict = {}
-    exec(blocks[0].replace('{"score": score}', '{"score": score}, steps=300, progress_bar=False'), scope)
+    exec(
+        blocks[0].replace(
+            '{"score": score}', '{"score": score}, family=pavi.PAVI(flow=pavi.Affine()), steps=300, progress_bar=False'
+        ),
+        scope,
+    )
     exec(blocks[1].replace("1000", "20"), scope)
     smaller = "family=pavi.PAVI(pavi.SetEncoder(), pavi.Affine(hidden=())), steps=5, progress_bar=False"
     exec(blocks[2].replace('["score"])', f'["score"], {smaller})'), scope)

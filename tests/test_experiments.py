@@ -80,7 +80,7 @@ def test_a_comparison_runs_what_is_missing_and_notes_what_cannot_be(tmp_path, mo
 
 def test_fits_side_by_side_are_those_one_by_one():
     """Data sets and seeds as an axis of the step: the same posteriors, each near its own exact evidence."""
-    problem, family = comparing.scaling(20), pavi.PAVI(pavi.FreeEncodings(8), pavi.Affine())
+    problem, family = comparing.scaling(20), pavi.PAVI(pavi.FreeEncodings(8), pavi.Affine(hidden=()))
     pairs = [(0, 0), (1, 0), (1, 1)]
     found = list(comparing.runs(problem, Method(family, steps=1000, reduced=True), pairs, together=True))
     assert [pair for pair, _, _ in found] == pairs

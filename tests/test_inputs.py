@@ -103,7 +103,9 @@ def test_supports():
         "y4": np.array([-1.0, 0.2, 1.5], np.float32),
         "y5": np.float32(0.5),
     }
-    fit = pavi.fit(supports_model, data, family=pavi.PAVI(flow=pavi.Affine("tril")), steps=2000, progress_bar=False)
+    fit = pavi.fit(
+        supports_model, data, family=pavi.PAVI(flow=pavi.Affine("tril", hidden=())), steps=2000, progress_bar=False
+    )
     exact = nuts(supports_model, data)
     draws = fit.sample(4000)
     assert (draws["positive"] > 0).all()

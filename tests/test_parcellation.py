@@ -90,7 +90,12 @@ def test_a_cohort_can_be_written_elsewhere_and_fitted_there(tmp_path):
     kept = simulate_cohort(4, 2, 10, 5, 3, dtype=np.float32)
     np.testing.assert_allclose(written.x[:], kept.x, rtol=1e-5)
     np.testing.assert_array_equal(written.labels, kept.labels)
-    settings = {"family": pavi.PAVI(flow=pavi.Affine()), "batch": {"subject": 2, "vertex": 5}, "runs": {}, "starts": 1}
+    settings = {
+        "family": pavi.PAVI(flow=pavi.Affine(hidden=())),
+        "batch": {"subject": 2, "vertex": 5},
+        "runs": {},
+        "starts": 1,
+    }
     model = pavi.models.parcellation(4, 2, 10, 5, 3)
     fits = [pavi.fit(model, {"x": x}, steps=20, progress_bar=False, **settings) for x in (store, np.asarray(written.x[:]))]
     np.testing.assert_allclose(*(fit.history["elbo"] for fit in fits), rtol=1e-4)

@@ -19,7 +19,7 @@ from pavi.identity import Identity
 from pavi.journal import Journal
 from pavi.members import Members
 
-AFFINE = pavi.PAVI(flow=pavi.Affine())
+AFFINE = pavi.PAVI(flow=pavi.Affine(hidden=()))
 GROUPS, PUPILS = 1000, 20
 ONE_STEP = {"steps": 1, "progress_bar": False}
 NODES, CHANCES = np.polynomial.hermite_e.hermegauss(60)
