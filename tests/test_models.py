@@ -22,15 +22,15 @@ def scheme(request, monkeypatch):
     """Models are fitted with both encoding schemes, on the same data whichever tests are run.
 
     Those whose encoder would take longest to compile, or changes nothing, are fitted with free encodings alone.
-    The encoder goes with affine flows, which compile faster; the library's own flows are fitted with free encodings.
+    The encoder goes with affine flows, which compile faster; the library's own flows are fitted with free encodings, or
+    linear ones where it is the plates that are of interest.
     """
     global RNG
     RNG = np.random.default_rng(7)
-    if request.param == "encoder":
-        with_encoder = functools.partial(
-            pavi.fit, family=pavi.PAVI(encodings=pavi.SetEncoder(), flow=pavi.Affine()), steps=1000
-        )
-        monkeypatch.setattr(pavi, "fit", with_encoder)
+    encoder = {"family": pavi.PAVI(encodings=pavi.SetEncoder(), flow=pavi.Affine()), "steps": 1000}
+    settings = {"encoder": encoder, "linear": {"family": pavi.PAVI(flow=pavi.Affine("tril", hidden=()))}}
+    if request.param in settings:
+        monkeypatch.setattr(pavi, "fit", functools.partial(pavi.fit, **settings[request.param]))
     return request.param
 
 
@@ -72,7 +72,7 @@ def test_three_levels_with_explicit_dims():
     assert fit.sample(5)["theta"].dims == ("chain", "draw", "group", "theta_dim_0")
 
 
-@pytest.mark.parametrize("scheme", ["free"], indirect=True)
+@pytest.mark.parametrize("scheme", ["linear"], indirect=True)
 def test_four_levels_without_dims():
     def model():
         mu = numpyro.sample("mu", dist.Normal(0, 2))
@@ -95,7 +95,7 @@ def test_four_levels_without_dims():
     assert_moments(fit, exact, exact.mean, mean_tolerance=0.15, sd_tolerance=0.12)
 
 
-@pytest.mark.parametrize("scheme", ["free"], indirect=True)
+@pytest.mark.parametrize("scheme", ["linear"], indirect=True)
 def test_crossed_plates_with_a_latent_on_each_and_on_their_product():
     def model():
         rows = numpyro.plate("row", 6, dim=-2)
@@ -123,7 +123,7 @@ def test_crossed_plates_with_a_latent_on_each_and_on_their_product():
     assert fit.sample(2)["c"].dims == ("chain", "draw", "row", "column")
 
 
-@pytest.mark.parametrize("scheme", ["free"], indirect=True)
+@pytest.mark.parametrize("scheme", ["linear"], indirect=True)
 def test_several_latents_per_level_and_observed_sites_at_different_levels():
     def model():
         mu = numpyro.sample("mu", dist.Normal(0, 2))
@@ -169,7 +169,7 @@ def test_covariates_through_the_plate_index():
     check_gaussian(model, {"x": 2 * t + normal(20, scale=0.5)}, kwargs={"t": t}, tolerance=0.005)
 
 
-@pytest.mark.parametrize("scheme", ["free"], indirect=True)
+@pytest.mark.parametrize("scheme", ["linear"], indirect=True)
 def test_batch_dimensions_that_are_no_plate():
     def model():
         mu = numpyro.sample("mu", dist.Normal(jnp.zeros(3), 2))
