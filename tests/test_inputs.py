@@ -12,6 +12,8 @@ from exact import assert_moments, gaussian, nuts
 
 import pavi
 
+LINEAR = pavi.PAVI(flow=pavi.Affine(hidden=()))
+
 
 def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(7).normal(size=shape).astype(np.float32)
@@ -24,7 +26,7 @@ def test_deterministic_sites_that_sum_over_a_plate_are_left_out():
             numpyro.sample("x", dist.Normal(theta, 1))
         numpyro.deterministic("total", theta.sum())
 
-    fit = pavi.fit(model, {"x": normal(5)}, progress_bar=False, steps=50)
+    fit = pavi.fit(model, {"x": normal(5)}, progress_bar=False, steps=50, family=LINEAR)
     assert "total" not in fit.sample(2)
     with pytest.raises(pavi.SettingError, match="sum over a plate"):
         fit.sample(2, sites=["total"])
@@ -37,8 +39,8 @@ def test_the_model_stays_a_plain_numpyro_model_with_obs():
             numpyro.sample("x", dist.Normal(mu, 1), obs=x)
 
     x = normal(6)
-    by_data = pavi.fit(model, {"x": x}, progress_bar=False, steps=300)
-    by_both = pavi.fit(model, {"x": x}, model_args=(x,), progress_bar=False, steps=300)
+    by_data = pavi.fit(model, {"x": x}, progress_bar=False, steps=300, family=LINEAR)
+    by_both = pavi.fit(model, {"x": x}, model_args=(x,), progress_bar=False, steps=300, family=LINEAR)
     assert np.allclose(by_data.sample(50)["mu"], by_both.sample(50)["mu"], atol=1e-5)
     exact = nuts(model, {}, (x,))
     assert abs(float(by_data.sample(4000)["mu"].mean()) - exact.mean["mu"]) < 0.15 * exact.sd["mu"]
@@ -51,7 +53,7 @@ def test_numpy_jax_and_lists_as_data(convert):
         with numpyro.plate("item", 3):
             numpyro.sample("x", dist.Normal(mu, 1))
 
-    fit = pavi.fit(model, {"x": convert(np.array([1.0, 2.0, 3.0], np.float32))}, progress_bar=False, steps=20)
+    fit = pavi.fit(model, {"x": convert(np.array([1.0, 2.0, 3.0], np.float32))}, progress_bar=False, steps=20, family=LINEAR)
     assert fit.elbo(8).mean < 0
 
 
